@@ -3,8 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from maxtext_lite.console.output import open_closed_streams
-from maxtext_lite.console.signals import command_signals, runs_a_command
+from maxtext_lite.console import command_signals, open_closed_streams, runs_a_command
 
 if runs_a_command(sys.orig_argv):  # a plain import does not change the process
     open_closed_streams()

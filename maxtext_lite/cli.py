@@ -14,15 +14,13 @@ from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import did_you_mean, echoed, value_text
-from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
-from maxtext_lite.config.observers import observers
-from maxtext_lite.config.schema import known_keys
-from maxtext_lite.config.yaml_text import is_one_scalar
-from maxtext_lite.console.leaving import leave
-from maxtext_lite.console.output import StdoutLost, complain, log_real_warnings, watch_stdout
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.config.keys import known_keys
+from maxtext_lite.config.phases import observers
+from maxtext_lite.config.types import path_problem, wrong_value
+from maxtext_lite.config.yaml import is_one_scalar
+from maxtext_lite.console import StdoutLost, command_signals, complain, leave, log_real_warnings, watch_stdout
 
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",

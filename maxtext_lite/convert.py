@@ -7,7 +7,7 @@ from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import original, refuse_patterns
 from maxtext_lite.config.hints import key_hint
-from maxtext_lite.config.sections import MeshConfig, ModelConfig
+from maxtext_lite.config.keys import MeshConfig, ModelConfig
 
 _MERGE = "merge_lora"
 TAKEN = (

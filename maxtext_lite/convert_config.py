@@ -12,8 +12,8 @@ from typing import Any, cast
 from maxtext_lite.cli import ArgumentParser, run_command, whole_number
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
-from maxtext_lite.config.files import LARGEST_FILE, keys_twice
-from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
+from maxtext_lite.config.load import LARGEST_FILE, keys_twice
+from maxtext_lite.config.yaml import YamlValue, parse_mapping
 from maxtext_lite.hf.maxtext import (
     Translation,
     keys_without_part_in,

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each split")
     arguments = parser.parse(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"  # also where there are other devices
-    from maxtext_lite.analysis.equivalence import TOLERANCE, verdicts
+    from maxtext_lite.analysis.equiv import TOLERANCE, verdicts
 
     agrees, worst, count = True, 0.0, 0
     with scratch_directory("maxtext_lite-equiv-") as directory:

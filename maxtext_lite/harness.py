@@ -16,7 +16,7 @@ from maxtext_lite.cli import run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, install_text, value_text
-from maxtext_lite.config.field_types import path_problem, wrong_value
+from maxtext_lite.config.types import path_problem, wrong_value
 from maxtext_lite.hf.chat import ChatTemplate, chat_template
 from maxtext_lite.hf.model_directory import directory_config
 from maxtext_lite.inference.requests import GenerateConfig

@@ -38,7 +38,7 @@ from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
 from maxtext_lite.config.records import json_text
 from maxtext_lite.config.violation import divisors
-from maxtext_lite.console.output import complain
+from maxtext_lite.console import complain
 
 _MOST_DRAWN = 50_000
 
@@ -252,7 +252,7 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
     """
     if not isinstance(config.dataset_path, SourceList):
         return {}, []
-    from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
+    from maxtext_lite.data.mixture import early_end, in_run, mixture_sentences, mixture_table, steps_left
 
     source, _ = in_run(config, _training_source(config))
     steps = steps_left(config, plan, source, step=0, examples_seen=0)

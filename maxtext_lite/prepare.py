@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, counted, value_text
-from maxtext_lite.config.field_types import data_path_text
 from maxtext_lite.config.status_line import StatusLine
+from maxtext_lite.config.types import data_path_text
 from maxtext_lite.preparation.keys import InspectConfig, PrepareConfig, TokenizerConfig
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"

@@ -17,12 +17,12 @@ from maxtext_lite.cli import (
     whole_number,
 )
 from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.records import json_text
-from maxtext_lite.config.schema import known_keys
-from maxtext_lite.console.output import complain
+from maxtext_lite.console import complain
 
 if TYPE_CHECKING:
-    from maxtext_lite.analysis.replaying import Replay
+    from maxtext_lite.analysis.replay import Replay
 
 _ALWAYS_SHOWN = ("examples_hash", "examples_seen", "target_tokens", "learning_rate", "loss", "grad_norm", "param_norm")
 _SHOWN_LETTERS = 60
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     check_tolerance(arguments.tolerance)
-    from maxtext_lite.analysis.replaying import replayed
+    from maxtext_lite.analysis.replay import replayed
 
     found = replayed(
         arguments.directory,

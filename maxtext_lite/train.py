@@ -11,13 +11,11 @@ from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.bucket import any_path, is_bucket
 from maxtext_lite.config.errors import counted, value_text
-from maxtext_lite.config.field_types import Flag
-from maxtext_lite.config.observers import observers
+from maxtext_lite.config.keys import require_trackers
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.phases import phases, process_start
-from maxtext_lite.config.shown import require_trackers
-from maxtext_lite.console.output import complain, go_on_without_stdout
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.config.phases import observers, phases, process_start
+from maxtext_lite.config.types import Flag
+from maxtext_lite.console import command_signals, complain, go_on_without_stdout
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -111,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     start_watchdog(config)
     from maxtext_lite.training import train  # imports jax, once the config is known to be right
-    from maxtext_lite.training.compilation_cache import keep_compiled
+    from maxtext_lite.training.compile import keep_compiled
 
     keep_compiled(config)
     phases.mark("import")

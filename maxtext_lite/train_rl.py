@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         )
     start_watchdog(config)
     from maxtext_lite.post_training.rollout_steps import train_rl  # imports jax, once the config is known to be right
-    from maxtext_lite.training.compilation_cache import keep_compiled
+    from maxtext_lite.training.compile import keep_compiled
 
     keep_compiled(config)
     phases.mark("import")

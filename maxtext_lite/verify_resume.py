@@ -8,7 +8,7 @@ from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local
 from maxtext_lite.config.records import json_text
 
 if TYPE_CHECKING:
-    from maxtext_lite.analysis.run_difference import Comparison, SavedDifference
+    from maxtext_lite.analysis.replay import Comparison, SavedDifference
 
 _MOST_SHOWN = 16
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     runs, tolerance = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
     check_tolerance(tolerance)
-    from maxtext_lite.analysis.run_difference import compare_checkpoints, compare_metrics, rows_of_step
+    from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics, rows_of_step
 
     metrics = compare_metrics(runs, tolerance)
     found = metrics.difference

@@ -32,7 +32,7 @@ from machine import machine
 from maxtext_lite.config import load_config
 from maxtext_lite.data import ExampleSource, open_sources
 from maxtext_lite.data.feed import TrainingReads, read_ahead
-from maxtext_lite.data.manifest import (
+from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     Manifest,

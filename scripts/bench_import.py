@@ -41,7 +41,7 @@ def _measure(directory: Path, model: str, layers: int, sizes: dict[str, int]) ->
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.hf.importing import load_hf_parameters
+    from maxtext_lite.hf.weights import load_hf_parameters
     from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
     from maxtext_lite.training.state import make_decoder
 
@@ -72,10 +72,8 @@ def _measure(directory: Path, model: str, layers: int, sizes: dict[str, int]) ->
 
 def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, int]:
     """Writes config.json and sparse files of about 5 GB; returns the bytes of the largest tensor, and of all."""
-    from maxtext_lite.hf.config import config_json, model_keys
-    from maxtext_lite.hf.entries import entries_of, flat
-    from maxtext_lite.hf.names import model_of
-    from maxtext_lite.hf.tables import TABLES
+    from maxtext_lite.hf.config_json import config_json, model_keys
+    from maxtext_lite.hf.names import TABLES, entries_of, flat, model_of
 
     fields = config_json(config, max_position_embeddings=8192, dtype="bfloat16", original={})
     (directory / "config.json").write_text(json.dumps(fields))

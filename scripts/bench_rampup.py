@@ -80,7 +80,7 @@ def ramped(mode: str, foreground: bool, overrides: Sequence[str]) -> Ramped:
 def _compiled_in_the_foreground() -> Iterator[None]:
     """Ignores requests for the next stage, which is compiled when its first step needs it."""
     from maxtext_lite.training import loop
-    from maxtext_lite.training.executables import Executables
+    from maxtext_lite.training.compile import Executables
 
     class OnDemand(Executables):
         """Compiles a stage's step when it is needed."""

@@ -41,7 +41,7 @@ TINY = (
 # The command `train`; the process that is asked to hang does so where it enters the phase, from step 3 on.
 PROGRAM = """
 import os, runpy, signal, sys, time
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.console import command_signals
 from maxtext_lite.operations.watchdog import watchdog
 command_signals.install()
 phase, how = sys.argv.pop(1), sys.argv.pop(1)

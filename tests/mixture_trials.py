@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_lite.data.mixture_history import (
+from maxtext_lite.data.mixture import (
+    MixtureSource,
     RowStream,
     SourcePart,
     continued,
     history_of,
 )
-from maxtext_lite.data.mixture_source import MixtureSource
 from maxtext_lite.data.order import example_ids
 
 SEED = 4

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxtext_lite.data.manifest import (
+from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     Manifest,

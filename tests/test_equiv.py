@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from maxtext_lite.analysis import equivalence
-from maxtext_lite.analysis.equivalence import Verdict
+from maxtext_lite.analysis import equiv as equivalence
+from maxtext_lite.analysis.equiv import Verdict
 from maxtext_lite.equiv import main
 
 AGREES = Verdict("fsdp 8", "sgd", loss=2e-8, parameters=3e-7)

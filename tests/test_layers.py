@@ -8,27 +8,27 @@ from tests.run_directories import step_line, write_run
 from tests.source_tree import REPOSITORY, Module, imports, modules
 
 COMMANDS = ""  # the modules next to the packages
+CORE = ("config", "batching", "parallel", "models", "data", "training")
+ROOMS = (
+    "kernels",
+    "operations",
+    "preparation",
+    "hf",
+    "inference",
+    "post_training",
+    "analysis",
+)
 LAYERS = {
-    "process": -1,  # imported before everything else
-    "config": 0,
-    "batching": 1,
-    "xla": 2,
-    "reporting": 2,
-    "parallel": 3,
-    "models": 4,
-    "kernels": 5,
-    "data": 4,
-    "hf": 5,  # a run may begin with a Hugging Face directory
-    "training": 6,
-    "generation": 7,
-    "aot": 7,
-    "rl": 8,
-    "post_training": 8,
-    COMMANDS: 9,
+    **{package: layer for layer, package in enumerate(CORE)},
+    "data": CORE.index("models"),  # which do not know each other
+    **{package: len(CORE) + place for place, package in enumerate(ROOMS)},
+    COMMANDS: 100,
 }
+"""A package imports from lower layers: the core no room, a room the core and the rooms before it."""
+CONSOLE = "maxtext_lite.console"  # imported before everything else
 # Who alone may name what: a package, or a module.
 OWNERS = {
-    "PartitionSpec": "maxtext_lite.parallel.axes",
+    "PartitionSpec": "maxtext_lite.parallel.mesh",
     "flax": "maxtext_lite.models",
     "torch": "maxtext_lite.hf",
     "transformers": "maxtext_lite.hf",
@@ -52,9 +52,18 @@ def test_a_module_imports_from_lower_layers_or_its_own_package_only():
         for name, line in internal_imports(module).items():
             package = modules()[name].package
             is_below = (
-                package == module.package or LAYERS[package] < LAYERS[module.package]
+                name == CONSOLE
+                or package == module.package
+                or LAYERS[package] < LAYERS[module.package]
             )
             assert is_below, f"{module.where(line)} imports {name}"
+
+
+def test_every_package_is_part_of_the_core_or_a_room():
+    packages = {module.package for module in modules().values()}
+    assert packages == {*CORE, *ROOMS, COMMANDS}
+    for room in ROOMS:
+        assert not modules()[f"maxtext_lite.{room}"].tree.body[1:], room
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -100,7 +109,7 @@ def test_what_has_one_owner_is_named_by_no_other():
 
 WITHOUT_JAX = """
 import sys
-from maxtext_lite import advise, config, batching, reporting, plan, report
+from maxtext_lite import advise, config, batching, plan, report
 tried = [
     plan.main(["--devices", "4096", "--hosts", "1024", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]),
     plan.main(["num_epochs=2"]),

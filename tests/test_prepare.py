@@ -12,7 +12,7 @@ import tokenizers
 from maxtext_lite import prepare
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.status_line import StatusLine
-from maxtext_lite.data.manifest import read_manifest
+from maxtext_lite.data.prepared import read_manifest
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.prepare import PrepareStep, main

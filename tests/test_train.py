@@ -131,9 +131,9 @@ def signalled(words, directory, *, after, number):
 SLOW = """
 import sys, threading
 from maxtext_lite.cli import run_command
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.console import command_signals
 from maxtext_lite.train import main
-from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.compile import Executables
 command_signals.install()
 of_first_stage = Executables._compile
 def compiled(self, slots):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from maxtext_lite.analysis.branching import BranchSizes, branch_sizes, compared_examples
 from maxtext_lite.batching import make_plan
-from maxtext_lite.batching.scaling import scale_optimizer
+from maxtext_lite.batching.schedule import scale_optimizer
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.json_file import read_object

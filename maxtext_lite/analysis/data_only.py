@@ -8,11 +8,11 @@ import jax
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.status_line import status_line
-from maxtext_lite.console.output import complain
+from maxtext_lite.console import complain
 from maxtext_lite.data import Balance, MixtureSource, hash_of_run
 from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.feed import training_batches
-from maxtext_lite.data.mixture_of_run import in_run, steps_left
+from maxtext_lite.data.mixture import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.opening import open_data, start_run

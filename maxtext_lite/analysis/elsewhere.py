@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
 from maxtext_lite.config.errors import bytes_text, value_text

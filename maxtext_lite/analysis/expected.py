@@ -3,9 +3,9 @@
 from typing import Any
 
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
-from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import count_parameters
+from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config
 

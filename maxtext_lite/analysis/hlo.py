@@ -1,14 +1,312 @@
 """The collectives of compiled HLO: the mesh axes they cross, how often a step runs them, and their bytes."""
 
 import dataclasses
+import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext_lite.analysis.hlo_text import Array, Instruction, Module, parse
+from maxtext_lite.config.kernels import KERNEL_SCOPE
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_BITS = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array as HLO writes it: f32[16,24]{1,0:T(8,128)S(1)}.
+
+    Attributes:
+      dtype: HLO's name: f32, bf16, s8, f8e4m3fn.
+      space: its memory: 0 the device's, 5 the host's; on a TPU 1 is VMEM.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements, packed."""
+        return -(-self.elements * bits(self.dtype) // 8)
+
+
+def bits(dtype: str) -> int:
+    """Bits per element of an HLO dtype; 0 for tokens and opaque types."""
+    found = re.search(r"\d+", dtype)
+    return _BITS.get(dtype, int(found[0]) if found else 0)
+
+
+def arrays_of(text: str) -> tuple[Array, ...]:
+    """Every array in the text of a type, tuples flattened."""
+    found = []
+    for dtype, dims, layout in _ARRAY.findall(text):
+        space = _SPACE.search(layout)
+        sizes = tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size)
+        found.append(Array(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      result: the text of its type.
+      opcode: such as all-gather-start or fusion.
+      operands: names of its operands; for a constant or a parameter, the text in parentheses.
+      attributes: the rest of the line.
+      line: the whole line.
+    """
+
+    name: str
+    result: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    line: str
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Its outputs, tuples flattened."""
+        return arrays_of(self.result)
+
+    @property
+    def called(self) -> Iterator[tuple[str, str]]:
+        """(keyword, name) of each computation it calls."""
+        for keyword, names in _CALLED.findall(self.attributes):
+            for name in re.findall(r"[\w.\-]+", names):
+                yield keyword, name
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern's first match in its attributes; None without a match."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A computation: instructions by name, in the order of the text."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction | None:
+        """The instruction whose value it returns."""
+        return next((instruction for instruction in self.instructions.values() if instruction.is_root), None)
+
+    def parameter(self, number: int) -> Instruction | None:
+        """Its parameter of that number."""
+        return self._parameters.get(str(number))
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, Instruction]:
+        return {it.operands[0]: it for it in self.instructions.values() if it.opcode == "parameter" and it.operands}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that use each instruction's value."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often one run of a module executes a computation.
+
+    Attributes:
+      times: None if a loop around it has an unknown trip count. Every branch of a conditional counts as taken.
+      in_loop: it is inside a loop.
+      inside: it is part of an instruction, such as a fusion or a reduction: its own instructions are not scheduled.
+    """
+
+    times: int | None
+    in_loop: bool
+    inside: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled module.
+
+    Attributes:
+      entry: the name of the computation that a run executes.
+      runs: by computation, for those that are called.
+      num_partitions: devices that run it together; with several TPU slices, those of one slice.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+    runs: Mapping[str, Runs]
+    num_partitions: int
+
+    def scheduled(self) -> Iterator[tuple[Computation, Instruction, int | None]]:
+        """Every scheduled instruction with its computation and how often it runs."""
+        for name, runs in self.runs.items():
+            if not runs.inside:
+                computation = self.computations[name]
+                for instruction in computation.instructions.values():
+                    yield computation, instruction, runs.times
+
+
+def parse(hlo: str, *, trips_where_unknown: int | None = None, not_run: str | None = None) -> Module:
+    """Parses a module from its text (`compiled.as_text()`).
+
+    Args:
+      trips_where_unknown: the trip count of loops whose count XLA does not know, such as one with a traced bound.
+      not_run: the name of a scope (`jax.named_scope`) whose loops of unknown trip count never run.
+    Raises:
+      ValueError: the text does not have exactly one entry computation.
+    """
+    matches = list(_COMPUTATION.finditer(hlo))
+    entries = [match[2] for match in matches if match[1]]
+    if len(entries) != 1:
+        raise ValueError(f"the text has {len(entries)} entry computations, not one: it is no HLO module")
+    computations = {match[2]: _computation(match[2], match[3]) for match in matches}
+    header = re.search(r"\bnum_partitions=(\d+)", hlo)
+    runs = _runs(computations, entries[0], trips_where_unknown, not_run)
+    return Module(computations, entries[0], runs, int(header[1]) if header else 1)
+
+
+def _computation(name: str, body: str) -> Computation:
+    found = {}
+    for line in body.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match and (instruction := _instruction(match, line.strip())):
+            found[instruction.name] = instruction
+    return Computation(name, found)
+
+
+def _instruction(match: re.Match[str], line: str) -> Instruction | None:
+    """None for a line that only looks like an instruction: text of an attribute."""
+    is_root, name, text = match.groups()
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    opcode = re.match(r"([\w\-]+)\(", rest)
+    if not opcode or end <= 0:
+        return None
+    close = _closing(rest, opcode.end() - 1)
+    inner = re.sub(r"/\*.*?\*/", "", rest[opcode.end() : close])
+    return Instruction(name, result, opcode[1], _operands(inner), rest[close + 1 :], bool(is_root), line)
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """Names, from `%a, f32[2,3]{1,0} %b`; without any %, the text between the commas."""
+    if "%" in text:
+        return tuple(re.findall(r"%([\w.\-]+)", text))
+    return tuple(part.split(" ")[-1] for part in text.split(", ") if part)
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return start + match.start()
+    return len(text)
+
+
+def _runs(
+    computations: Mapping[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
+) -> dict[str, Runs]:
+    callers: dict[str, list[tuple[str, int | None, bool, bool]]] = {}
+    for name, computation in computations.items():
+        for instruction in computation.instructions.values():
+            for keyword, target in instruction.called:
+                if target in computations:
+                    looped = keyword in ("body", "condition")
+                    is_left_out = not_run is not None and f"/{not_run}/" in instruction.line
+                    unknown = 0 if is_left_out else where_unknown
+                    trips = _trips(instruction, computation, computations, unknown) if looped else 1
+                    opcode = instruction.opcode
+                    inside = opcode in ("fusion", "fusion-start") or (keyword == "to_apply" and opcode != "call")
+                    callers.setdefault(target, []).append((name, trips, looped, inside))
+    found = {entry: Runs(1, in_loop=False, inside=False)}
+
+    def runs(name: str) -> Runs:
+        if name not in found:
+            total: int | None = 0
+            in_loop = inside = False
+            for caller, trips, looped, is_part in callers.get(name, []):
+                around = runs(caller)
+                known = total is not None and around.times is not None and trips is not None
+                total = (total or 0) + (around.times or 0) * (trips or 0) if known else None
+                in_loop = in_loop or looped or around.in_loop
+                inside = inside or is_part or around.inside
+            found[name] = Runs(total, in_loop, inside)
+        return found[name]
+
+    return {name: runs(name) for name in computations if name == entry or name in callers}
+
+
+def _trips(
+    loop: Instruction, around: Computation, computations: Mapping[str, Computation], where_unknown: int | None
+) -> int | None:
+    """Trips of a loop: as XLA noted them, or from a condition and body that count up to a limit.
+
+    The count starts at the constant that enters the loop, or at 0, as in scans, if no constant is found.
+    """
+    known = loop.attribute(_TRIPS.pattern)
+    if known:
+        return int(known)
+    parts = dict(loop.called)
+    condition, body = computations.get(parts.get("condition", "")), computations.get(parts.get("body", ""))
+    if condition is None or body is None or condition.root is None or body.root is None:
+        return where_unknown
+    test, following = condition.root, body.root
+    if test.opcode != "compare" or "direction=LT" not in test.attributes or following.opcode != "tuple":
+        return where_unknown
+    counter, limit = test.operands
+    tested = _source(counter, condition)
+    number = None if tested is None else tested.attribute(r"index=(\d+)")
+    if number is None:
+        return where_unknown
+    added = _source(following.operands[int(number)], body)
+    if added is None or added.opcode != "add":
+        return where_unknown
+    steps = [_constant(name, body) for name in added.operands]
+    upper, step = _constant(limit, condition), next((step for step in steps if step), None)
+    if upper is None or step is None:
+        return where_unknown
+    state = _source(loop.operands[0], around)
+    first = _constant(state.operands[int(number)], around) if state is not None and state.opcode == "tuple" else None
+    return max(0, -(-(upper - (first or 0)) // step))
+
+
+def _source(name: str, computation: Computation) -> Instruction | None:
+    """The instruction that produces a value, through copies and bitcasts."""
+    it = computation.instructions.get(name)
+    while it is not None and it.opcode in ("copy", "bitcast"):
+        it = computation.instructions.get(it.operands[0])
+    return it
+
+
+def _constant(name: str, computation: Computation) -> int | None:
+    it = _source(name, computation)
+    if it is None or it.opcode != "constant" or not it.operands or not it.operands[0].isdigit():
+        return None
+    return int(it.operands[0])
+
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 """HLO's names of the collectives."""
@@ -196,3 +494,424 @@ def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+_NO_KERNELS = frozenset({
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding", "SPMDFullToShardShape",
+    "SPMDShardToFullShape", "annotate_device_placement",
+})  # fmt: skip
+_NOTHING_MOVES = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-start", "async-update",
+})  # fmt: skip
+_SCHEDULED_CALLS = frozenset({"while", "conditional", "call"})
+"""Instructions whose computations are scheduled instruction by instruction."""
+_TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
+MEMORY_SPACES: Mapping[str, tuple[int, ...]] = {"cpu": (0,), "gpu": (0, 1), "tpu": (0,)}
+"""HLO's numbers of the memory of a device of each platform."""
+_LARGEST = 5
+"""Number of arrays in `ProgramWork.largest_arrays`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCalls:
+    """Calls of a kernel: a custom call to code that XLA did not generate.
+
+    Attributes:
+      name: the kernel's own (Pallas on TPU); else that of the enclosing scope (`jax.named_scope`) which begins with
+        `KERNEL_SCOPE`, without the prefix; else the call's target.
+      times: how often it runs; None if a loop's trip count is unknown.
+      flops: of all its runs, by the kernel's own cost estimate; None without one.
+    """
+
+    name: str
+    times: int | None
+    flops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeArray:
+    """An array that a module allocates, possibly several times at once.
+
+    Attributes:
+      type: in HLO's notation, without layout: f32[8192,128256].
+      made_by: the traced operation it comes from if the compiler recorded it, else the opcode.
+    """
+
+    type: str
+    num_bytes: int
+    made_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramWork:
+    """The work of one device in one run of a module. None: unknown, for example because of a loop's trip count.
+
+    Attributes:
+      matmul_flops: two per multiply-add, by the operands' dtype (HLO's names, joined by x if they differ), without
+        matmuls inside kernels.
+      kernels: the most frequent first.
+      memory_bytes: read from and written to the device's memory by instructions: each operand once, and of a sliced
+        array only the slice. A kernel may read an operand more than once.
+      cycles: the TPU compiler's estimate, without kernels and links; None if it makes none.
+      largest_arrays: in the device's memory, the largest first, each type once.
+    """
+
+    matmul_flops: Mapping[str, float | None]
+    kernels: tuple[KernelCalls, ...]
+    memory_bytes: float | None
+    cycles: float | None
+    largest_arrays: tuple[LargeArray, ...]
+
+    @property
+    def kernel_flops(self) -> float:
+        """FLOPs of the kernels that state them."""
+        return sum(kernel.flops or 0.0 for kernel in self.kernels)
+
+    @property
+    def silent_kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that do not state their FLOPs."""
+        return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructionWork:
+    """The work of one execution of a scheduled instruction, with what is fused into it.
+
+    Attributes:
+      matmul_flops: as in `ProgramWork`.
+      kernels: (name, FLOPs by its own cost estimate) of each kernel; None without one.
+      memory_bytes: as in `ProgramWork`.
+    """
+
+    matmul_flops: Mapping[str, float]
+    kernels: Sequence[tuple[str, float | None]]
+    memory_bytes: float
+
+
+def instruction_work(
+    it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]
+) -> InstructionWork:
+    """The work of one execution of an instruction of a scheduled computation."""
+    flops: dict[str, float] = {}
+    kernels: list[tuple[str, float | None]] = []
+    for around, part in _with_fused(it, computation, module):
+        if part.opcode in ("dot", "convolution") or "__cublas$" in part.attributes:
+            lhs, rhs = (_array(operand, around) for operand in part.operands[:2])
+            if lhs is not None and rhs is not None:
+                dtype = "x".join(sorted({lhs.dtype, rhs.dtype}))
+                flops[dtype] = flops.get(dtype, 0) + _matmul_flops(part, lhs, rhs)
+        elif part.opcode == "custom-call" and (name := _kernel_name(part)) is not None:
+            stated = part.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+            kernels.append((name, float(stated) if stated else None))
+    return InstructionWork(flops, kernels, _moved_bytes(it, computation, module, spaces))
+
+
+def _with_fused(it: Instruction, computation: Computation, module: Module) -> Iterator[tuple[Computation, Instruction]]:
+    """An instruction and all those that it runs without scheduling them, each with its computation."""
+    yield computation, it
+    if it.opcode not in _SCHEDULED_CALLS:
+        for _, target in it.called:
+            for inner in module.computations[target].instructions.values() if target in module.computations else ():
+                yield from _with_fused(inner, module.computations[target], module)
+
+
+def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
+    """Counts the work of a module.
+
+    Args:
+      memory_spaces: those of the device's memory, as in MEMORY_SPACES.
+    """
+    flops: dict[str, list[float | None]] = {}
+    calls: dict[str, list[tuple[int | None, float | None]]] = {}
+    moved: list[float | None] = []
+    cycles: list[float | None] = []
+    spaces = frozenset(memory_spaces)
+    made: dict[str, LargeArray] = {}
+    for computation, it, times in module.scheduled():
+        done = instruction_work(it, computation, module, spaces)
+        moved.append(_times(done.memory_bytes, times))
+        for dtype, each in done.matmul_flops.items():
+            flops.setdefault(dtype, []).append(_times(each, times))
+        for kernel, each in done.kernels:
+            calls.setdefault(kernel, []).append((times, each))
+        if it.opcode not in _NOTHING_MOVES and not it.opcode.endswith("-done"):
+            for array in it.arrays:
+                if array.space in spaces:
+                    type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                    source = it.attribute(r'op_name="([^"]*)"') or it.opcode
+                    made.setdefault(type_, LargeArray(type_, array.num_bytes, source))
+        if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
+            cycles.append(_times(int(estimate), times))
+    return ProgramWork(
+        matmul_flops={dtype: total_of(each) for dtype, each in sorted(flops.items())},
+        kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
+        memory_bytes=total_of(moved),
+        cycles=total_of(cycles) if cycles else None,
+        largest_arrays=tuple(sorted(made.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
+    )
+
+
+def _times(each: float | None, times: int | None) -> float | None:
+    return 0.0 if each == 0 else None if each is None or times is None else each * times
+
+
+def total_of(parts: Sequence[float | None]) -> float | None:
+    """Their sum; None if any is unknown."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> KernelCalls:
+    times = total_of([times for times, _ in calls])
+    return KernelCalls(name, None if times is None else int(times), total_of([_times(f, t) for t, f in calls]))
+
+
+def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:
+    return -(kernel.times or 0), kernel.name
+
+
+def _target(it: Instruction) -> str | None:
+    """The target of a custom call."""
+    return it.attribute(r'custom_call_target="([^"]*)"') if it.opcode == "custom-call" else None
+
+
+def _kernel_name(call: Instruction) -> str | None:
+    """None for calls that are not kernels: the compiler's annotations, and cuBLAS, which counts as matmuls."""
+    target = _target(call) or "unnamed"
+    if target in _NO_KERNELS or target.startswith("__cublas$"):
+        return None
+    if target == "tpu_custom_call":
+        return re.sub(r"(\.(\d+|remat\d*|clone\d*))+$", "", call.name)
+    return call.attribute(rf'op_name="[^"]*\b{KERNEL_SCOPE}(\w+)') or target
+
+
+# ---- Matmuls -------------------------------------------------------------------------------------------------------
+
+
+def _matmul_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
+    if it.opcode == "convolution":
+        return _convolution_flops(it, lhs, rhs)
+    if it.opcode == "dot":
+        contracted = it.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    else:  # cuBLAS: {"lhs_contracting_dimensions":["1"], ..}
+        contracted = (it.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]') or "").replace('"', "")
+    return 2 * it.arrays[0].elements * math.prod(lhs.dims[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def _convolution_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
+    """TPU matmuls are convolutions with batch dims as spatial dims; products with padding are not counted."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
+    if labels is None:
+        return 0
+    of_lhs, of_rhs, of_out = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", it.attribute(r"window=\{([^}]*)\}") or ""))
+    spatial = sorted(label for label in of_rhs if label.isdigit())
+    products = 1
+    for at, label in enumerate(spatial):
+        low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
+        sizes = {key: int(window[key].split("x")[at]) if key in window else 1 for key in _WINDOW}
+        products *= _valid_products(
+            lhs.dims[of_lhs.index(label)], it.arrays[0].dims[of_out.index(label)], low=low, **sizes
+        )
+    out = it.arrays[0].dims
+    return 2 * rhs.dims[of_rhs.index("i")] * out[of_out.index("f")] * out[of_out.index("b")] * products
+
+
+_WINDOW = ("size", "stride", "lhs_dilate", "rhs_dilate")
+
+
+def _valid_products(
+    lhs_size: int, out_size: int, *, size: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
+) -> int:
+    """Pairs (output position o, kernel position k) of one dim that multiply an element of the input, not padding.
+
+    That is where o stride + k rhs_dilate - low is a multiple of lhs_dilate within the dilated input.
+    """
+    last = (lhs_size - 1) * lhs_dilate
+    common = math.gcd(stride, lhs_dilate)
+    period = lhs_dilate // common
+    count = 0
+    for k in range(size):
+        offset = k * rhs_dilate - low
+        if offset % common:
+            continue
+        first, end = max(0, -(offset // stride)), min(out_size - 1, (last - offset) // stride)
+        phase = -(offset // common) * pow(stride // common, -1, period) % period if period > 1 else 0
+        start = first + (phase - first) % period
+        count += max(0, (end - start) // period + 1)
+    return count
+
+
+# ---- Memory --------------------------------------------------------------------------------------------------------
+
+
+def _array(name: str, computation: Computation) -> Array | None:
+    it = computation.instructions.get(name)
+    return it.arrays[0] if it is not None and it.arrays else None
+
+
+def _size(arrays: Sequence[Array], spaces: frozenset[int]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space in spaces)
+
+
+def _moved_bytes(it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]) -> float:
+    """Bytes that one execution of a scheduled instruction reads and writes."""
+    opcode = it.opcode
+    if opcode in _NOTHING_MOVES or opcode.endswith("-done") or _target(it) == "AllocateBuffer":
+        return 0
+    taken = {name: _size(computation.instructions[name].arrays, spaces) for name in it.operands
+             if name in computation.instructions}  # fmt: skip
+    given = _size(it.arrays, spaces)
+    if opcode in ("fusion", "fusion-start"):
+        fused = module.computations.get(dict(it.called).get("calls", ""))
+        if fused is None:
+            return sum(taken.values()) + given
+        read = sum(
+            min(taken[name], _read_of_parameter(fused, number, module))
+            for number, name in enumerate(it.operands)
+            if name in taken
+        )
+        # The result of a start repeats its inputs before its outputs.
+        first = 0 if opcode == "fusion" else sum(len(computation.instructions[name].arrays) for name in taken)
+        return read + _written(it.arrays[first:], fused, spaces)
+    if opcode.removesuffix("-start") in _TAKE_A_PART:
+        part = given if not opcode.endswith("-start") else max(0, given - sum(taken.values()))
+        return min(part, sum(taken.values())) + part
+    if opcode in ("dynamic-update-slice", "scatter"):  # in place
+        parts = [taken.get(name, 0) for name in it.operands[1:]]
+        return 2 * sum(parts)
+    if opcode.endswith("-start") and opcode != "all-reduce-start":  # its result repeats its inputs
+        return sum(taken.values()) + max(0, given - sum(taken.values()))
+    return sum(taken.values()) + given
+
+
+def _read_of_parameter(fused: Computation, number: int, module: Module) -> int:
+    """Bytes of a parameter that a fusion reads at most; only the slices of a parameter that it only slices."""
+    parameter = fused.parameter(number)
+    return 0 if parameter is None else _read_of(fused, parameter, module)
+
+
+def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
+    whole = sum(array.num_bytes for array in value.arrays)
+    read = whole if value.is_root else 0
+    for user in fused.users.get(value.name, []):
+        is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in KINDS or (user.is_root and user.opcode == "tuple"):
+            continue  # the buffers of a collective that runs beside a fusion pass through it
+        if user.opcode in _TAKE_A_PART and is_first:
+            read += sum(array.num_bytes for array in user.arrays)
+        elif user.opcode == "dynamic-update-slice" and is_first:
+            continue  # overwritten in place
+        elif user.opcode == "bitcast":
+            read += _read_of(fused, user, module)
+        elif user.opcode == "fusion" and (inner := module.computations.get(dict(user.called).get("calls", ""))):
+            read += sum(
+                _read_of_parameter(inner, at, module) for at, name in enumerate(user.operands) if name == value.name
+            )
+        else:
+            return whole
+    return min(whole, read)
+
+
+def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
+    """Bytes that a fusion writes; of an array that it updates in place, only the update."""
+    root = fused.root
+    parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
+    if len(parts) > len(arrays):
+        return _size(arrays, spaces)
+    return sum(
+        _updated(fused, part, out.num_bytes) for part, out in zip(parts, arrays, strict=False) if out.space in spaces
+    )
+
+
+def _updated(fused: Computation, name: str, whole: int) -> int:
+    it = fused.instructions.get(name)
+    if it is not None and it.opcode in ("parameter", *KINDS):
+        return 0
+    if it is not None and it.opcode == "bitcast":
+        return _updated(fused, it.operands[0], whole)
+    if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):
+        return update.num_bytes
+    return whole
+
+
+class Schedule:
+    """The schedule of a module. What it starts asynchronously runs beside its instructions until it is awaited.
+
+    Collectives run one after the other, and so do asynchronous copies. What is awaited outside of its computation, such
+    as in the next trip of a loop, is taken to be awaited at once. A conditional takes its longest branch.
+
+    Args:
+      found: `collectives(module)`.
+      busy: seconds that an instruction which is no collective occupies the device, or its copy engine.
+      sent: seconds that a collective occupies the links.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        found: Iterable[Collective],
+        *,
+        busy: Callable[[Computation, Instruction], float],
+        sent: Callable[[Collective], float],
+    ) -> None:
+        self._module, self._busy, self._sent = module, busy, sent
+        self._collectives = {each.line: each for each in found}
+
+    def seconds(self, name: str | None = None) -> float:
+        """The time of one run of a computation; None: of the module."""
+        name = name or self._module.entry
+        computation = self._module.computations[name]
+        parts = {it.name: dict(self._parts(it)) for it in computation.instructions.values()}
+        last = {key: at for at, keys in parts.items() for key in keys}
+        now = links = copies = 0.0
+        ends: dict[str, float] = {}
+        for it in computation.instructions.values():
+            for key, collective in parts[it.name].items():
+                if collective is not None:
+                    links = ends[key] = max(now, links) + self._sent(collective)
+            spent = 0.0 if _kind(it) in KINDS else self._nested(it, name) or self._busy(computation, it)
+            if _is_copy(it):
+                copies = ends[it.name] = max(now, copies) + spent
+            else:
+                now += spent
+            for key in parts[it.name]:
+                if last[key] == it.name:
+                    now = max(now, ends.get(key, now))
+        return now
+
+    def _nested(self, it: Instruction, around: str) -> float:
+        """The time of the computations that an instruction schedules; 0 if there are none."""
+        called, runs = list(it.called), self._module.runs
+        if it.opcode == "while":
+            body = dict(called)["body"]
+            trips = (runs[body].times or 0) / (runs[around].times or 1)
+            return trips * self.seconds(body) if trips else 0.0
+        if it.opcode in ("conditional", "call"):
+            return max(self.seconds(target) for _, target in called)
+        return 0.0
+
+    def _parts(self, it: Instruction) -> Iterator[tuple[str, Collective | None]]:
+        """Keys of what an instruction starts, continues or awaits, with a collective that it starts."""
+        if _kind(it) in KINDS and not it.opcode.endswith("-done"):
+            yield chain_of(it) or it.name, self._collectives.get(it.line)
+        elif it.opcode.endswith("-done"):
+            yield it.operands[0], None
+        elif _is_copy(it):
+            yield it.name, None
+        if it.opcode in ("fusion", "async-start"):
+            for _, target in it.called:
+                for inner in self._module.computations[target].instructions.values():
+                    for key, collective in self._parts(inner):
+                        yield (it.name if key == inner.name else key), collective
+
+
+def _kind(it: Instruction) -> str:
+    return it.opcode.removesuffix("-start").removesuffix("-done")
+
+
+def _is_copy(it: Instruction) -> bool:
+    """Whether it starts a copy that runs beside other instructions."""
+    return it.opcode.endswith("-start") and _kind(it) not in KINDS and it.opcode != "async-start"

@@ -5,11 +5,12 @@ Estimated: the optimizer state of muon, and of adafactor with shard_optimizer_ov
 line follows from shapes; XLA fuses, reuses and copies, so its own figures (`memory_analysis()`) are the truth.
 """
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 
-from maxtext_lite.analysis.activations import LayerOnDevice, activation_lines, offloaded_activations, tokens_of_device
-from maxtext_lite.batching.batch_plan import BatchPlan
-from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
+from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine, Moment
 from maxtext_lite.batching.parameters import (
     BYTES,
     ParameterCount,
@@ -20,10 +21,386 @@ from maxtext_lite.batching.parameters import (
     vocab_tiles,
     weight_shards,
 )
-from maxtext_lite.batching.pipeline_shape import Schedule
-from maxtext_lite.config import Config
+from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
+from maxtext_lite.batching.plan import BatchPlan
+from maxtext_lite.batching.topology import splits_residual
+from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.errors import bytes_text
-from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
+
+_LANES = 128  # the width of a TPU's tiles
+_PLAIN = Accelerator("cpu")
+
+
+def tokens_of_device(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
+    """Tokens of one micro-batch on a device."""
+    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
+    return rows * config.max_target_length // mesh["context"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOnDevice:
+    """One decoder layer as a device runs it.
+
+    Attributes:
+      mesh: size of each mesh axis.
+      tokens: tokens of the device in one pass.
+    """
+
+    config: Config
+    mesh: Mapping[str, int]
+    tokens: int
+    accelerator: Accelerator = _PLAIN
+
+    @property
+    def without_experts(self) -> "LayerOnDevice":
+        """The layer with an mlp in place of its experts, if the model has such layers."""
+        if not _dense_share(self.config):
+            return self
+        return dataclasses.replace(self, config=self.config.model_copy(update={"num_experts": 1}))
+
+    @property
+    def tensor(self) -> int:
+        """Size of the tensor axis."""
+        return self.mesh["tensor"]
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element in `dtype`."""
+        return BYTES[self.config.dtype]
+
+    @property
+    def stream(self) -> int:
+        """Elements of a token between blocks, where `tensor` splits the tokens of a row if they divide."""
+        return self.config.base_emb_dim // (self.tensor if splits_residual(self.config, self.mesh) else 1)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.config.base_num_query_heads // self.tensor
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.config.base_num_kv_heads // self.tensor
+
+    @property
+    def head_dim(self) -> int:
+        """Elements that a query or key takes up in the kernel's arrays."""
+        return self.lanes(self.config.head_dim)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements that a value takes up in the kernel's arrays."""
+        return self.lanes(self.config.value_dim)
+
+    def lanes(self, dim: int) -> int:
+        """Elements that the last dim of a kernel's array takes up: whole tiles on a TPU."""
+        return -(-dim // _LANES) * _LANES if self.accelerator.platform == "tpu" else dim
+
+    @property
+    def kernel(self) -> str:
+        """Name of the attention kernel."""
+        return planned_kernel(self.config, self.accelerator, self.mesh["context"]).name
+
+    @property
+    def rows_per_token(self) -> Fraction:
+        """Rows in the experts' matmuls that the device has room for, per token of its own; 0 without experts.
+
+        Dropless experts have room for one round of the exchange (`config.kernels`). Without rounds, all tokens of the
+        devices along the expert axis may arrive, each with as many choices as there are experts here.
+        """
+        config, chosen, shards = self.config, self.config.num_experts_per_tok, self.mesh["expert"]
+        if config.num_experts == 1:
+            return Fraction(0)
+        if config.capacity_factor != -1:
+            length = config.max_target_length
+            slots = math.ceil(Fraction(config.capacity_factor) * chosen * length / config.num_experts)
+            return Fraction(min(slots, length) * config.num_experts, length)  # each expert has `slots` for an example
+        rows = exchanged_rows(
+            num_tokens=self.tokens,
+            num_per_token=chosen,
+            num_experts=config.num_experts,
+            num_shards=shards,
+            element_bytes=self.width,
+        )
+        if rows is None:
+            rows = self.tokens * min(chosen, config.num_experts // shards)
+        return Fraction(shards * rows, self.tokens)
+
+    @property
+    def mlp_width(self) -> Fraction:
+        """Width of the mlps that a token passes through, as far as the device has room for their rows."""
+        if self.config.num_experts == 1:
+            return Fraction(self.config.base_mlp_dim)
+        return self.rows_per_token * self.config.moe_mlp_dim + self.config.shared_mlp_dim
+
+    @property
+    def choices(self) -> int:
+        """Expert outputs per token kept apart until they are summed: the gradients of their weights need them."""
+        config = self.config
+        return 0 if config.num_experts == 1 or config.capacity_factor == -1 else config.num_experts_per_tok
+
+    def named_bytes(self) -> dict[str, int]:
+        """Bytes per token of each tensor that the remat keys name.
+
+        A tensor counts 0 if no backward pass asks for it, or if no policy can keep it.
+        """
+        config = self.config
+        after = 0 if config.norm_placement == "pre" else self.stream  # the next layer's input, kept anyway, serves too
+        gated = self.stream if config.shared_expert_gate and config.num_experts > 1 else 0  # for the gate's gradient
+        # Latent attention projects only a part of each key; the rest is the same for all heads.
+        key_dim = config.head_dim if config.mla is None else config.mla.qk_nope_head_dim
+        mlp = self.mlp_width / self.tensor
+        # A context comes with float32 log-partitions. jax's call of cuDNN names neither, so they are always recomputed.
+        context = self.heads * (self.value_dim + Fraction(4, self.width))
+        elements = {
+            "decoder_layer_input": self.stream,
+            "query_proj": self.heads * self.head_dim,
+            "key_proj": self.kv_heads * self.lanes(key_dim),
+            "value_proj": self.kv_heads * self.value_dim,
+            "context": 0 if self.kernel.startswith("cudnn") else context,
+            "out_proj": self.stream if config.parallel_block == "none" else after,  # the norm before the mlp needs it
+            "mlpwi_0": mlp if config.gated_mlp else 0,
+            "mlpwi_1": mlp,
+            "mlpwo": after + gated + self.choices * config.base_emb_dim,
+            "expert_rows": self.rows_per_token * config.base_emb_dim,
+        }
+        return {name: int(size * self.width) for name, size in elements.items()}
+
+    def offloaded_bytes(self) -> int:
+        """Bytes per token kept for the backward pass in the host's memory."""
+        remat = remat_of(self.config)
+        if remat is None or not remat.offloaded:
+            return 0
+        sizes = self.named_bytes()
+        return sum(sizes[name] for name in remat.offloaded)
+
+    def kept_bytes(self) -> int:
+        """Bytes per token kept for the backward pass on the device."""
+        config, sizes, remat = self.config, self.named_bytes(), remat_of(self.config)
+        if remat is not None:  # the layer's input is always kept, here or on the host
+            return sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
+        # Everything: of the stream the inputs of both halves, and the input and output of each norm.
+        streams = {"none": 4, "one_norm": 2, "two_norms": 3}[config.parallel_block]
+        stream = (streams + 2 * (config.norm_placement == "both")) * self.stream * self.width
+        blocks = sizes["mlpwi_0"] + sizes["mlpwi_1"] + sizes["expert_rows"] + self._kept_heads()
+        if config.num_experts == 1:
+            return stream + blocks + self.width * config.base_mlp_dim // self.tensor
+        # The shared mlp's hidden values and, in float32, the input of its gate, the router's input and, with a
+        # capacity, the output of each choice; and per slot the input of the last matmul.
+        blocks += self.width * config.shared_mlp_dim // self.tensor + 4 * config.shared_expert_gate * self.stream
+        if config.capacity_factor != -1:
+            blocks += int(self.width * self.rows_per_token * config.moe_mlp_dim / self.tensor)
+        return stream + blocks + 4 * (1 + self.choices) * config.base_emb_dim
+
+    def _kept_heads(self) -> int:
+        """Bytes per token that attention keeps where everything is kept.
+
+        These are its kernel's inputs and outputs with log-partitions in float32, the inputs of the norms of queries and
+        keys, and latent vectors before and after their norms. On a TPU the kernel's heads fill whole tiles, the context
+        is kept a second time as the next matmul takes it, and the kernel's keys and values are those of all shards.
+        """
+        config = self.config
+        elements = (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
+        if self.accelerator.platform == "tpu":
+            elements += self.heads * config.value_dim
+            if self.kernel == "splash" and config.context_parallel_strategy == "all_gather":
+                elements += (self.mesh["context"] - 1) * self.kv_heads * (self.head_dim + self.value_dim)
+        if config.qk_norm != "none":
+            elements += (self.heads + self.kv_heads) * config.head_dim
+        if config.mla is not None:
+            elements += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank)
+        return elements * self.width + 4 * self.heads
+
+    def mlp_bytes(self) -> int:
+        """Bytes that the backward pass through the mlp or the experts works with.
+
+        For an mlp: its projections, their product and the gradients, 6 times its width, or 4 without a gate. For
+        experts: the rows and their gradients, three products in float32 as the kernels return them and in `dtype` as
+        the next ones take them, and what an exchange sends and receives.
+        """
+        config, width, tensor = self.config, self.width, self.tensor
+        dense = (6 if config.gated_mlp else 4) * self.tokens * width
+        if config.num_experts == 1:
+            return dense * config.base_mlp_dim // tensor
+        rows, shards = self.rows_per_token * self.tokens, self.mesh["expert"]
+        apart = 0
+        if self.accelerator.platform == "cpu" and config.capacity_factor == -1:
+            # There XLA's ragged dot has all rows for each expert, zero except for its own: operands of six matmuls, or
+            # of five where the products of the forward pass are kept.
+            remat = remat_of(config)
+            of_stream = 2 if remat is None or "mlpwi_1" in (*remat.saved, *remat.offloaded) else 3
+            numbers = of_stream * config.base_emb_dim + 3 * config.moe_mlp_dim // tensor
+            apart = config.num_experts // shards * rows * numbers * 4
+        crossing = 2 * width * rows * config.base_emb_dim if shards > 1 else 0
+        products = 5 if config.expert_bias else 3  # including the biases of each row's two projections
+        of_width = products * 4 + 3 * width
+        if config.capacity_factor != -1:  # on a TPU like an mlp; elsewhere matmuls and what follows write float32
+            of_width = 6 * width if self.accelerator.platform == "tpu" else 5 * 4 + 2 * width
+        of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
+        router = 4 * self.tokens * config.base_emb_dim
+        return int(of_rows + crossing + apart) + router + dense * config.shared_mlp_dim // tensor
+
+    def attention_bytes(self) -> int:
+        """Bytes that the backward pass through attention works with: the gradients, and the kernel's own arrays."""
+        rows = Fraction(self.tokens * self.mesh["context"], self.config.max_target_length)
+        gradients = self.tokens * self.width * (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
+        return int(rows * self._kernel_bytes()) + gradients
+
+    def _kernel_bytes(self) -> int:
+        """Bytes per row of the attention kernel's own arrays.
+
+        Fused kernels have no scores; pallas_mha has keys, values and their gradients for every query head, and
+        cudnn_masked a mask the size of the scores and a bias made from it. Plain attention has scores, probabilities
+        and the gradients of both in float32, for a tile of at most 512 x 512, or for a strip of 128 queries where there
+        is only one tile (models/attention.py). Context shards add the keys and values of other shards and their
+        float32 gradients: of all shards with all_gather, of two with ring.
+        """
+        config, shards, length = self.config, self.mesh["context"], self.config.max_target_length
+        match self.kernel:
+            case "dot_product":
+                run = length if shards == 1 else length // (2 * shards)
+                tile = min(run, 512)
+                queries = min(tile, 128) if shards == 1 and run == tile else tile
+                held = 4 * 4 * self.heads * queries * tile
+            case "cudnn_masked":
+                held = (1 + self.width) * length**2
+            case "pallas_mha":
+                held = 4 * self.width * self.heads * config.head_dim * length
+            case _:
+                held = 0
+        if shards == 1:
+            return held
+        others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+        keys_and_values = self.kv_heads * (config.head_dim + config.value_dim)
+        return held + others * keys_and_values * (self.width + 4)
+
+
+def offloaded_activations(
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    accelerator: Accelerator = _PLAIN,
+) -> int:
+    """Bytes per device of the layers' tensors kept for the backward pass in pinned host memory."""
+    piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
+    of_layer = _mean(LayerOnDevice(config, mesh, piece, accelerator), LayerOnDevice.offloaded_bytes)
+    of_stage = int(of_layer * config.base_num_decoder_layers / stages)
+    if config.pipeline_schedule == "1f1b":
+        return piece * of_stage
+    repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+    return piece * of_stage // repeats * ticks
+
+
+def activation_lines(
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    schedule: Schedule,
+    accelerator: Accelerator,
+) -> Iterator[MemoryLine]:
+    """The layers' tensors kept by the forward pass, and those in use in the backward pass of a layer.
+
+    Each layer keeps what remat_policy saves: with gpipe for every tick of a micro-batch, including idle ones; with 1f1b
+    for one pipeline microbatch, besides the layer inputs of the last 2 S - 1 ticks.
+    """
+    tokens = tokens_of_device(config, mesh, micro_batch_slots)
+    piece = tokens // num_pipeline_microbatches
+    layer = LayerOnDevice(config, mesh, piece, accelerator)
+    stages, first = mesh["stage"], config.first_num_dense_layers
+    layers = (config.base_num_decoder_layers - first) // stages
+    kept, input_bytes = int(_mean(layer, LayerOnDevice.kept_bytes)), layer.named_bytes()["decoder_layer_input"]
+    yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
+    if schedule == "1f1b":
+        inputs = (2 * stages + 1) * piece * input_bytes
+        yield _line("inputs under way", inputs, "a microbatch for each of 2 S - 1 ticks, one sent and one received")
+        why = "what remat_policy keeps, of a stage's layers and one microbatch"
+        yield _line("kept of layers", piece * kept * layers, why, LAYERS)
+    else:
+        repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+        whole = piece * kept * (layers // repeats) * ticks
+        yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
+        if repeats > 1:  # each tick selects its layers, and keeps a copy of them
+            matrices = count_parameters(config, tiled=False, **mesh).matrices
+            copies = matrices // repeats * ticks * layer.width
+            yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
+        if stages > 1:
+            rotations = 2 * 4 * layer.lanes(config.rotary_dim // 2) * piece * ticks
+            yield _line("rotations of ticks", rotations, "cosines and sines in float32 x ticks")
+            why = "a micro-batch going round the stages, before and after a tick"
+            yield _line("pieces", 2 * tokens * input_bytes, why, LAYERS)
+    yield from _in_use(layer)
+
+
+def _dense_share(config: Config) -> Fraction:
+    """The share of layers, after the first dense ones, without experts; 0 if the pattern does not mix."""
+    kinds, layers = config.mlp_kinds, config.base_num_decoder_layers
+    if config.num_experts == 1:
+        return Fraction(0)
+    return Fraction(sum(kinds[layer % len(kinds)] == "dense" for layer in range(layers)), layers)
+
+
+def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fraction:
+    """The mean over the model's layers, with and without experts."""
+    share = _dense_share(layer.config)
+    of_all = Fraction(bytes_of(layer))
+    return (1 - share) * of_all + share * bytes_of(layer.without_experts) if share else of_all
+
+
+def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
+    """With gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
+    repeats = num_repeats(config, stages)
+    return repeats, repeats * num_pipeline_microbatches + stages - 1
+
+
+def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) -> MemoryLine:
+    return MemoryLine(name, "activations", size, why, moments)
+
+
+def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
+    """What the backward pass of a layer works with."""
+    config, tokens, width = layer.config, layer.tokens, layer.width
+    why = "the inputs of its halves and their norms, and the gradient before and after a half"
+    yield _line("stream of a layer", 6 * tokens * layer.stream * width, why, LAYERS)
+    of_heads = 2 * layer.heads * (layer.head_dim + layer.value_dim)
+    of_heads += layer.kv_heads * (2 * layer.head_dim + layer.value_dim)
+    why = "queries and keys before and after rotation, values, context as the kernel returns it and a matmul takes it"
+    yield _line("heads of a layer", tokens * of_heads * width, why, LAYERS)
+    why = "gradients, and the kernel's own arrays"
+    yield _line("attention of a layer", layer.attention_bytes(), why, ("attention",))
+    why = "projections or rows, hidden values and their gradients"
+    yield _line("mlp of a layer", max(layer.mlp_bytes(), layer.without_experts.mlp_bytes()), why, ("mlp",))
+    if layer.tensor > 1 and layer.accelerator.platform == "gpu" and splits_residual(config, layer.mesh):
+        whole = 4 * tokens * config.base_emb_dim * width
+        yield _line("tokens, gathered", whole, "a half's input and gradient, each also transposed", LAYERS)
+        why = "contributions of queries, keys, values and the mlp to the gradient of the stream"
+        yield _line("tokens, to be shared out", whole, why, ("attention",))
+    yield from _gathered(layer)
+
+
+def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
+    """A layer's matrices in use, split over tensor only."""
+    config, mesh, tensor, emb = layer.config, layer.mesh, layer.tensor, layer.config.base_emb_dim
+    if weight_shards(mesh) == 1:
+        return
+    if config.num_experts == 1:
+        widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
+        why = "the widest matrix of a layer, and the next on its way"
+        yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * layer.width, why, LAYERS)
+    elif mesh["fsdp"] * mesh["context"] > 1:
+        matrix = config.num_experts // mesh["expert"] * emb * config.moe_mlp_dim // tensor
+        if layer.accelerator.platform == "gpu" and config.capacity_factor == -1:
+            in_a_round = math.lcm(len(config.pattern), len(config.mlp_kinds))
+            gradients = int(3 * in_a_round * (1 - _dense_share(config))) * matrix * BYTES[config.grad_dtype]
+            why = "of the layers that one iteration of the scan runs, as shards exchange them"
+            yield MemoryLine("experts' gradients, whole", "gradients", gradients, why, ("mlp",))
+        else:
+            why = "two of a layer's three in use together, or a float32 gradient of one"
+            yield MemoryLine("experts' weights, gathered", "weights", 2 * matrix * layer.width, why, ("mlp",))
+
 
 _GPU = Accelerator.planned("gpu")
 

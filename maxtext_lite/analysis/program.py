@@ -14,22 +14,19 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from maxtext_lite.analysis.described import assumed_of, topology_devices
-from maxtext_lite.analysis.hlo import Collective, collectives
-from maxtext_lite.analysis.hlo_text import Module, parse
-from maxtext_lite.analysis.hlo_work import MEMORY_SPACES, ProgramWork, total_of, work
-from maxtext_lite.analysis.roofline import Roofline, roofline
+from maxtext_lite.analysis.hlo import MEMORY_SPACES, Collective, Module, ProgramWork, collectives, parse, total_of, work
+from maxtext_lite.analysis.step_time import Roofline, roofline
 from maxtext_lite.batching import BatchPlan, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import example_shape
-from maxtext_lite.models.dropless import FURTHER_ROUNDS
+from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.parallel import Tree, accelerator_of, simulated_devices, start_devices
-from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.compile import Executables, ProgramMemory
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import learning_rate_schedule
-from maxtext_lite.training.program_memory import ProgramMemory
 from maxtext_lite.training.state import TrainState, abstract_state, make_parts
 from maxtext_lite.training.step import make_synchronise, make_train_step
 

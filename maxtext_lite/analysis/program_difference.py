@@ -5,14 +5,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext_lite.analysis.hlo import Collective, collectives
-from maxtext_lite.analysis.hlo_text import Computation, Instruction
-from maxtext_lite.analysis.hlo_time import Schedule
-from maxtext_lite.analysis.hlo_work import MEMORY_SPACES, instruction_work
+from maxtext_lite.analysis.hlo import (
+    MEMORY_SPACES,
+    Collective,
+    Computation,
+    Instruction,
+    Schedule,
+    collectives,
+    instruction_work,
+)
 from maxtext_lite.analysis.program import Program, Traffic, compile_for
 from maxtext_lite.analysis.ranking import RankedPlan
-from maxtext_lite.analysis.roofline import matmul_peak
-from maxtext_lite.analysis.step_time import ring_bytes_per_second
+from maxtext_lite.analysis.step_time import matmul_peak, ring_bytes_per_second
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config import UserError

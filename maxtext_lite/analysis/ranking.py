@@ -10,13 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
-from maxtext_lite.batching.batch_plan import BatchPlan, layout_shards, row_slots
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.batching.sizes import Sizes
-from maxtext_lite.batching.solve import refusals, resolve
-from maxtext_lite.batching.table import aligned
+from maxtext_lite.batching.plan import BatchPlan, Sizes, aligned, layout_shards, refusals, resolve, row_slots
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
@@ -29,10 +26,9 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import bytes_text, number_text, settings_of
-from maxtext_lite.config.files import Origin
-from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.keys import REMAT_POLICIES
+from maxtext_lite.config.load import Origin, defaults_of
 from maxtext_lite.config.rules import rule_violations
-from maxtext_lite.config.sections import REMAT_POLICIES
 from maxtext_lite.config.violation import divisors
 
 _REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"

@@ -21,10 +21,9 @@ from maxtext_lite.analysis.laws import (
     weight_decay,
 )
 from maxtext_lite.batching.batch import Batch, derive_batch
-from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import active_parameters, flops_per_example
-from maxtext_lite.batching.planning import make_plan
+from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import settings_of

@@ -13,7 +13,7 @@ from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import counted, full_text, nearest_clause
-from maxtext_lite.config.files import packaged_directory
+from maxtext_lite.config.load import packaged_directory
 from maxtext_lite.config.records import (
     EVALUATION_BY_SOURCE,
     EVALUATION_METRICS,
@@ -26,7 +26,7 @@ from maxtext_lite.config.records import (
     read_records,
     with_numbers,
 )
-from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
+from maxtext_lite.config.yaml import YamlValue, parse_mapping
 from maxtext_lite.operations.goodput_records import goodput_text, starts_of
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")

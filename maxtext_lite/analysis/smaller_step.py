@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, setting_text
 from maxtext_lite.config.violation import divisors

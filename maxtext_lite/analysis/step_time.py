@@ -9,20 +9,169 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from maxtext_lite.analysis.activations import LayerOnDevice, offloaded_activations, tokens_of_device
-from maxtext_lite.analysis.memory import loss_tiles
-from maxtext_lite.analysis.newton_schulz import orthogonalized
-from maxtext_lite.analysis.roofline import matmul_peak
+from maxtext_lite.analysis.memory import LayerOnDevice, loss_tiles, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
-from maxtext_lite.batching.parameters import BYTES, attended_pairs, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import (
+    BYTES,
+    STACKED,
+    attended_pairs,
+    axis_over_data,
+    count_parameters,
+    flops_per_example,
+    trained_matrices,
+)
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes
 from maxtext_lite.config import Config, adapted_weights, remat_of
-from maxtext_lite.config.weight_axes import num_inputs, num_parts, of_one
-from maxtext_lite.config.weights import Weight, model_shape, stacks_of
+from maxtext_lite.config.weights import (
+    MESH_AXES_OF_WEIGHTS,
+    Weight,
+    model_shape,
+    num_inputs,
+    num_parts,
+    of_one,
+    stacks_of,
+)
+
+_STEPS = 5
+
+
+class Orthogonalized(NamedTuple):
+    """The work of one stack of matrices on a device, in one update.
+
+    Attributes:
+      products: multiplications, each with an addition.
+      matrix, square: elements of X and of A once they are gathered over `rows`, the mesh axes that split m.
+      reduced: elements of A, summed over `columns`, the mesh axes that split n.
+    """
+
+    products: float
+    matrix: float
+    square: float
+    rows: tuple[str, ...]
+    reduced: float
+    columns: tuple[str, ...]
+
+
+def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogonalized]:
+    """Every stack of trained matrices of the layers.
+
+    Args:
+      mesh: size of each mesh axis. Replicas along `data` all do the same, or with shard_optimizer_over_data each its
+        share; a device does it for each replica of local updates that it holds.
+    """
+    copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
+    for count, weight in trained_matrices(config, mesh):
+        axes, over_data = of_one(weight.axes), axis_over_data(config, mesh, count, weight)
+        dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
+        inputs, outputs = (math.prod(dims[:cut]), axes[:cut]), (math.prod(dims[cut:]), axes[cut:])
+        (m, of_rows), (n, of_columns) = sorted((inputs, outputs), key=lambda side: side[0])
+        row_axes, column_axes = (_mesh_axes(side, over_data) for side in (of_rows, of_columns))
+        rows, columns = (math.prod(mesh[axis] for axis in side) for side in (row_axes, column_axes))
+        experts = math.prod(weight.sizes) // (m * n) // (num_parts("experts", mesh) if "experts" in weight.axes else 1)
+        times = _STEPS * copies * count * experts / (mesh["data"] if over_data == STACKED else 1)
+        products = times * (2 * m * m * n / (rows * columns) + m**3 / rows)
+        square = times * m * m
+        yield Orthogonalized(products, times * m * n / columns, square, row_axes, square / rows, column_axes)
+
+
+def _mesh_axes(axes: tuple[str, ...], over_data: str | None) -> tuple[str, ...]:
+    """The mesh axes that split one side of a matrix; over `data` only by the first of the side's own axes, as XLA
+    gathers the others before it merges them."""
+    of_weights = (mesh_axis for axis in axes for mesh_axis in MESH_AXES_OF_WEIGHTS[axis])
+    return (*(("data",) if over_data == axes[0] else ()), *of_weights)
+
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Least seconds of a step by each resource of a device; None if the amount or the rate is unknown.
+
+    Attributes:
+      matmul_seconds: all matmuls at the device's peak for their dtype.
+      memory_seconds: all memory traffic at the full rate.
+      link_seconds: all bytes sent within a slice or host, over all links at once.
+      peak_flops: FLOP/s of MFU's denominator.
+      model_flops: of one device and step, by the model.
+    """
+
+    matmul_seconds: float | None
+    memory_seconds: float | None
+    link_seconds: float | None
+    peak_flops: float | None
+    model_flops: float
+
+    @property
+    def bound(self) -> tuple[str, float] | None:
+        """The slowest resource with its seconds, among those known; None if none is."""
+        known = {"matmuls": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
+        seconds = {name: value for name, value in known.items() if value is not None}
+        longest = max(seconds, key=lambda name: seconds[name], default=None)
+        return None if longest is None else (longest, seconds[longest])
+
+    @property
+    def most_mfu(self) -> float | None:
+        """The MFU of a step as short as `bound`, at most 1; None if that is unknown."""
+        return None if self.bound is None else self.mfu_of(self.bound[1])
+
+    def mfu_of(self, seconds: float) -> float | None:
+        """The MFU of a step of this many seconds, at most 1; None if the peak is unknown."""
+        if self.peak_flops is None:
+            return None
+        return min(1.0, self.model_flops / self.peak_flops / seconds) if seconds else 1.0
+
+
+def roofline(
+    device: Device | None,
+    *,
+    dtype: str,
+    model_flops: float,
+    matmul_flops: Mapping[str, float | None],
+    memory_bytes: float | None,
+    sent_bytes: float | None,
+) -> Roofline:
+    """The least time of one step on one device.
+
+    Args:
+      device: None if its figures are unknown.
+      dtype: of the activations; MFU is relative to its peak.
+      model_flops: of one device, forward and backward, without recomputation.
+      matmul_flops: of one device by the operands' dtypes (HLO's names, joined by x), with those of kernels if known.
+        A dtype without a peak of its own counts at bfloat16's, as such dtypes are never faster.
+      memory_bytes: between one device and its memory.
+      sent_bytes: by one device over links.
+    """
+    if device is None:
+        return Roofline(None, None, None, None, model_flops)
+    matmul_seconds: float | None = 0.0
+    for operands, flops in matmul_flops.items():
+        peak = matmul_peak(device, operands)
+        known = matmul_seconds is not None and flops is not None and peak is not None
+        matmul_seconds = (matmul_seconds or 0) + (flops or 0) / (peak or 1) if known else None
+    links = device.link_bytes_per_second
+    return Roofline(
+        matmul_seconds,
+        None if memory_bytes is None else memory_bytes / device.memory_bytes_per_second,
+        0.0 if sent_bytes == 0 else None if sent_bytes is None or links is None else sent_bytes / links,
+        device.peak(dtype),
+        model_flops,
+    )
+
+
+def matmul_peak(device: Device, operands: str) -> float | None:
+    """FLOP/s of a matmul by its operands' dtypes, as in `roofline`; of two, the slower. None: unknown."""
+    peaks = [
+        device.peak("float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)) or device.peak("bfloat16")
+        for dtype in operands.split("x")
+    ]
+    return min((peak for peak in peaks if peak is not None), default=None)
+
 
 _NAMES = {
     "query": "query_proj", "query_up": "query_proj", "key": "key_proj", "key_up": "key_proj", "value": "value_proj",

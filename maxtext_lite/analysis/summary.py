@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from maxtext_lite.analysis.advice import batch_size_advice
+from maxtext_lite.analysis.laws import batch_size_advice
 from maxtext_lite.analysis.plan_view import long_number, plain, short_number
 from maxtext_lite.analysis.run_data import Run
 from maxtext_lite.config.errors import counted

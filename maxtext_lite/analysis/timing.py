@@ -10,7 +10,7 @@ from pathlib import Path
 from maxtext_lite.analysis.tuning import Candidate, Timing
 from maxtext_lite.config import Config
 from maxtext_lite.config.records import read_records
-from maxtext_lite.training.executables import OutOfMemory
+from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.loop import train_run
 from maxtext_lite.training.opening import open_run

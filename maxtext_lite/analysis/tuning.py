@@ -7,8 +7,8 @@ from typing import Any
 from maxtext_lite.analysis.ranking import is_open, microbatch_choices
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
-from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.violation import divisors

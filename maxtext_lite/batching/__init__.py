@@ -4,9 +4,7 @@ No other package multiplies or divides batch sizes.
 """
 
 from maxtext_lite.batching.batch import SampledBatch, wants_solving
-from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
-from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.parameters import (
     active_parameters,
     attended_pairs,
@@ -15,9 +13,17 @@ from maxtext_lite.batching.parameters import (
     flops_per_example,
     vocab_tiles,
 )
-from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, resumed, scaled_optimizer
-from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
-from maxtext_lite.batching.table import format_plan
+from maxtext_lite.batching.plan import (
+    BatchPlan,
+    batch_sizes,
+    format_plan,
+    load_plan,
+    make_plan,
+    resumed,
+    row_slots,
+    scaled_optimizer,
+)
+from maxtext_lite.batching.schedule import BatchStage, RampupBatchManager, RunLength
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
 __all__ = [

@@ -12,8 +12,7 @@ from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
 from maxtext_lite.config.violation import divisors
-from maxtext_lite.config.weight_axes import num_parts
-from maxtext_lite.config.weights import Weight, model_shape, stacks_of
+from maxtext_lite.config.weights import Weight, model_shape, num_parts, stacks_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of each dtype."""

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from maxtext_lite.config.errors import Refusal, did_you_mean, value_text
-from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.types import path_problem
 
 _ELSEWHERE = {
     "adam_beta1": "adam_b1",

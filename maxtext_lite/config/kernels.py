@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from maxtext_lite.config.errors import any_of
-from maxtext_lite.config.schema import Config
+from maxtext_lite.config.keys import Config
 from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]

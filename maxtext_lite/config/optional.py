@@ -3,9 +3,9 @@
 from typing import Any
 
 from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.keys import Config
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import NotInstalled, load
-from maxtext_lite.config.schema import Config
 
 
 def load_asked(config: Config, kind: str, name: str, *keys: str) -> Any | None:

@@ -17,7 +17,7 @@ from maxtext_lite.config.errors import UserError
 
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "attention": {
-        "dot_product": "maxtext_lite.models.tiled_attention:tiled_attention",
+        "dot_product": "maxtext_lite.models.attention:tiled_attention",
         "splash": "maxtext_lite.kernels.splash:splash_attention",
         "tokamax_mosaic": "maxtext_lite.kernels.mosaic:mosaic_attention",
         "cudnn_flash": "maxtext_lite.kernels.cudnn:cudnn_attention",
@@ -31,7 +31,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "config_provider": {"huggingface": "maxtext_lite.hf.directory:provide"},
     "estimate": {
         "activations": "maxtext_lite.analysis.memory:estimate_activations",
-        "advice": "maxtext_lite.analysis.advice:advice_of_run",
+        "advice": "maxtext_lite.analysis.laws:advice_of_run",
         "evaluation": "maxtext_lite.analysis.memory:evaluation_warnings",
         "memory": "maxtext_lite.analysis.memory:estimate_memory",
     },
@@ -55,7 +55,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "lock": {"lease": "maxtext_lite.operations.lock:hold"},
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
     "objective": {
-        "pretrain": "maxtext_lite.config.kinds:PRETRAIN",
+        "pretrain": "maxtext_lite.config.keys:PRETRAIN",
         "sft": "maxtext_lite.post_training.kinds:SFT",
         "dpo": "maxtext_lite.post_training.kinds:DPO",
         "grpo": "maxtext_lite.post_training.kinds:GRPO",
@@ -69,10 +69,10 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     "run": {"post_train/rl.yml": "maxtext_lite.post_training.keys:RLRunConfig"},
     "source": {
-        "text": "maxtext_lite.config.kinds:TEXT",
-        "array_record": "maxtext_lite.config.kinds:PREPARED",
+        "text": "maxtext_lite.config.keys:TEXT",
+        "array_record": "maxtext_lite.config.keys:PREPARED",
         "megatron": "maxtext_lite.preparation.megatron:MEGATRON",
-        "synthetic": "maxtext_lite.config.kinds:SYNTHETIC",
+        "synthetic": "maxtext_lite.config.keys:SYNTHETIC",
         "sft": "maxtext_lite.post_training.kinds:ANSWERS",
         "dpo": "maxtext_lite.post_training.kinds:PAIRS",
         "prompts": "maxtext_lite.post_training.kinds:PROMPTS",
@@ -92,7 +92,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `hook`: the library's own hooks; see `training.hooks`.
 - `lock`: keeps two runs from one run directory.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
-- `objective`, `source`: values of the keys objective and dataset_type, as config/kinds.py describes them.
+- `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.
 - `observer`: what follows a process from before jax; see `process.observers`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.

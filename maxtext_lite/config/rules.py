@@ -1,19 +1,347 @@
 """Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import get_args
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
-from maxtext_lite.config.kinds import objective_kind, objective_name, source_kind, source_names
-from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
+from maxtext_lite.config.keys import (
+    REMAT_TENSORS,
+    Config,
+    LayerKind,
+    MlpKind,
+    ModelConfig,
+    SourceList,
+    listed,
+    objective_kind,
+    objective_name,
+    source_kind,
+    source_names,
+)
 from maxtext_lite.config.registry import load_installed
-from maxtext_lite.config.schema import Config
-from maxtext_lite.config.sections import REMAT_TENSORS, listed
-from maxtext_lite.config.source_list import SourceList
-from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
+from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
+from maxtext_lite.config.weights import model_shape, stacks_of
+
+
+def _kv_heads(config: Config) -> Violation | None:
+    key, heads, kv_heads = "base_num_kv_heads", config.base_num_query_heads, config.base_num_kv_heads
+    if heads % kv_heads == 0:
+        return None
+    return violates(config, key, f"does not divide base_num_query_heads={heads}", divisors_of(key, heads, kv_heads))
+
+
+def _head_dim(config: Config) -> Violation | None:
+    width, mla = config.head_dim, config.mla
+    if mla is not None:
+        whole = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        if width == whole:
+            return None
+        return violates(config, "head_dim", f"is not the {whole} of mla's qk_nope_head_dim + qk_rope_head_dim", whole)
+    if width % 2 == 0 or config.trainable_position_size:
+        return None
+    near = (even for even in (width - 1, width + 1) if even > 0)
+    return violates(config, "head_dim", "must be even for rotary positions", *near)
+
+
+def _rotary_share(config: Config) -> Violation | None:
+    key, dims, width = "partial_rotary_factor", config.rotary_dim, config.head_dim
+    if config.partial_rotary_factor == 1:
+        return None
+    if config.mla is not None or config.trainable_position_size:
+        other = "trainable_position_size" if config.mla is None else "mla"
+        return violates(config, key, f"has no effect with {other}", 1)
+    if dims and dims % 2 == 0:
+        return None
+    near = (even / width for even in (dims - 1, dims + 1) if 0 < even <= width)
+    return violates(config, key, f"x head_dim={width} rotates {dims} dims, not an even number", *near)
+
+
+def _layer_pattern(config: Config) -> Violation | None:
+    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, get_args(LayerKind), "global"):
+        return unknown
+    other = "mla" if config.mla is not None else "trainable_position_size" if config.trainable_position_size else ""
+    if not other or not any(kind.endswith("nope") for kind in config.pattern):
+        return None
+    rotated = config.layer_pattern.replace("local_nope", "local").replace("nope", "global")
+    return violates(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
+
+
+def _unknown_kind(config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str) -> Violation | None:
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is None:
+        return None
+    legal = ",".join(kind if kind in known else usual for kind in kinds)
+    rule = f"names '{value_text(unknown, 40)}', which is none of {', '.join(known)}"
+    return violates(config, key, rule, legal)
+
+
+def _window(config: Config) -> Violation | None:
+    """Local layers need a window, and a window needs local layers."""
+    broken = _reach(config, "sliding_window_size", ("local", "local_nope"))
+    if broken or {"local", "local_nope"} & {*config.pattern}:
+        return broken
+    reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
+    return unused(config, {"rope_local_max_timescale": 0}, reason)
+
+
+def _chunk(config: Config) -> Violation | None:
+    """Chunked layers need a chunk size, and a chunk size needs chunked layers."""
+    return _reach(config, "chunk_attn_window_size", ("chunked",))
+
+
+def _reach(config: Config, key: str, kinds: Sequence[LayerKind]) -> Violation | None:
+    """A key of the tokens that layers of these kinds see: needed by them, and without effect elsewhere."""
+    pattern, kind = f"layer_pattern={value_text(config.layer_pattern)}", kinds[0]
+    if not {*kinds} & {*config.pattern}:
+        return unused(config, {key: 0}, f"has no effect with {pattern}", {"layer_pattern": kind})
+    if getattr(config, key):
+        return None
+    return violates(config, key, f"with {pattern}: {kind} layers see no token", config.max_target_length)
+
+
+def _mlp_pattern(config: Config) -> Violation | None:
+    """mlp_pattern names known kinds, both kinds occur among the layers, and no other key says which are dense."""
+    key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
+    if unknown := _unknown_kind(config, key, kinds, get_args(MlpKind), "moe"):
+        return unknown
+    if config.num_experts == 1 or set(kinds) == {"moe"}:  # the first is refused by `_without_experts`
+        return None
+    if "moe" not in kinds[:layers]:
+        return violates(config, key, f"leaves none of base_num_decoder_layers={layers} for experts", "moe")
+    if len({*kinds[:layers]}) == 1:
+        return violates(config, key, f"has no dense layer among base_num_decoder_layers={layers}", "moe")
+    if first := config.first_num_dense_layers:
+        both = ",".join(["dense"] * first + [kinds[layer % len(kinds)] for layer in range(first, layers)])
+        rule = f"beside {key}={value_text(config.mlp_pattern)}, which counts all layers"
+        change = {key: both, "first_num_dense_layers": 0}
+        return violates(config, "first_num_dense_layers", rule, 0, change)
+    return None
+
+
+def _shared_expert(config: Config) -> Violation | None:
+    plain = {"base_shared_mlp_dim": -1, "shared_expert_gate": False}
+    reason = "has no effect with shared_experts=0"
+    return None if config.shared_experts else unused(config, plain, reason, {"shared_experts": 1})
+
+
+def _sparse_mixer(config: Config) -> Violation | None:
+    plain = {"norm_topk_prob": False, "routed_bias": False, "n_routing_groups": 1}
+    reason = "has no effect with routed_score_func=sparsemixer, which takes a separate softmax for each choice"
+    return unused(config, plain, reason) if config.routed_score_func == "sparsemixer" else None
+
+
+def _learned_positions(config: Config) -> Violation | None:
+    """The table of learned positions covers an example, and leaves nothing to rotate."""
+    key, tokens = "trainable_position_size", config.max_target_length
+    if config.trainable_position_size == 0:
+        return None
+    if config.trainable_position_size < tokens:
+        return violates(config, key, f"is less than max_target_length={tokens}", tokens)
+    for other, plain in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
+        if (value := getattr(config, other)) != plain:
+            return violates(config, key, f"contradicts {other}={value_text(value)}, which is about rotation", 0)
+    return None
+
+
+def _latent_attention(config: Config) -> Violation | None:
+    """Keys of ordinary attention, beside mla."""
+    heads = {"base_num_kv_heads": config.base_num_query_heads}
+    plain = {
+        **heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False, "clip_qkv": 0,
+        "inverse_layer_scaling": False, "position_temperature": None,
+    }  # fmt: skip
+    return unused(config, plain, f"with mla={config.mla}: latent attention has its own") if config.mla else None
+
+
+def _parallel_block(config: Config) -> Violation | None:
+    if config.parallel_block == "none" or config.norm_placement == "pre":
+        return None
+    message = f"parallel_block={config.parallel_block} contradicts norm_placement={config.norm_placement}."
+    return Violation("norm_placement", message, ("pre",))
+
+
+def _longrope(config: Config) -> Violation | None:
+    scaling, planes = config.rope_scaling, config.rotary_dim // 2
+    if scaling is None or scaling.rope_type != "longrope":
+        return None
+    for name in ("short_factor", "long_factor"):
+        if (count := len(getattr(scaling, name))) != planes:
+            message = f"rope_scaling has {count} numbers in {name}, not one for each of {planes} pairs of rotated dims."
+            return Violation("rope_scaling", message, (None,))
+    return None
+
+
+def _yarn(config: Config) -> Violation | None:
+    """It counts the planes between two wavelengths, of which there must be more than one."""
+    if config.rope_scaling is None or config.rope_scaling.rope_type != "yarn" or config.rope_max_timescale != 1:
+        return None
+    return violates(config, "rope_max_timescale", "with rope_type=yarn: all wavelengths are the same", 10_000.0)
+
+
+def _temperature(config: Config) -> Violation | None:
+    tuning = config.position_temperature
+    if tuning is None or any(tuning.of(kind) for kind in config.pattern):
+        return None
+    reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
+    return violates(config, "position_temperature", reason, None)
+
+
+def _inverse_layers(config: Config) -> Violation | None:
+    """A pipeline stage does not know the numbers of its layers."""
+    keys = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
+    if not config.inverse_layer_scaling or config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism == 1:
+        return None
+    key = next(key for key in keys if getattr(config, key) != 1)
+    rule = "contradicts inverse_layer_scaling=true: a stage does not know the numbers of its layers"
+    return violates(config, key, rule, 1)
+
+
+def _gated_activation(config: Config) -> Violation | None:
+    activation, has_experts = config.mlp_activation, config.num_experts > 1
+    if activation == "xielu" and has_experts:
+        return violates(config, "mlp_activation", "does not work in experts", "silu")
+    if activation == "xielu" and config.gated_mlp:
+        return violates(config, "gated_mlp", "with mlp_activation=xielu, which has no gate", False)
+    if config.gated_mlp or not (has_experts or activation == "clamped_silu"):
+        return None
+    if has_experts:
+        return violates(config, "gated_mlp", "with num_experts > 1: experts have gates", True)
+    return violates(config, "gated_mlp", f"with mlp_activation={activation}: it clamps the gate too", True)
+
+
+def _dense_layers(config: Config) -> Violation | None:
+    layers = config.base_num_decoder_layers
+    if config.first_num_dense_layers < layers:
+        return None
+    rule = f"leaves none of base_num_decoder_layers={layers} for experts"
+    return violates(config, "first_num_dense_layers", rule, layers - 1)
+
+
+def _experts_per_token(config: Config) -> Violation | None:
+    experts = config.num_experts
+    if config.num_experts_per_tok <= experts:
+        return None
+    return violates(config, "num_experts_per_tok", f"is more than num_experts={experts}", experts)
+
+
+def _routing_groups(config: Config) -> Violation | None:
+    key, groups, experts = "n_routing_groups", config.n_routing_groups, config.num_experts
+    if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
+        return None
+    legal = [number for number in divisors(experts) if 2 * number <= experts] or [1]
+    rule = f"does not split num_experts={experts} into equal groups of at least 2"
+    return violates(config, key, rule, one_of(key, legal, groups))
+
+
+def _chosen_groups(config: Config) -> Violation | None:
+    key, groups, chosen = "topk_routing_group", config.n_routing_groups, config.topk_routing_group
+    experts, per_token = config.num_experts, config.num_experts_per_tok
+    if chosen > groups:
+        return violates(config, key, f"is more than n_routing_groups={groups}", groups)
+    if experts % groups or chosen * experts // groups >= per_token:
+        return None
+    enough = -(-per_token * groups // experts)
+    if enough > groups:  # num_experts_per_tok is more than num_experts, which `_experts_per_token` refuses
+        return None
+    rule = f"x {experts // groups} experts of a group are fewer than num_experts_per_tok={per_token}"
+    return violates(config, key, rule, enough)
+
+
+def _without_experts(config: Config) -> Violation | None:
+    """Keys about experts, in a model without any."""
+    plain = {
+        "base_moe_mlp_dim": -1,
+        "shared_experts": 0,
+        "capacity_factor": -1,
+        "routed_bias": False,
+        "expert_bias": False,
+        "first_num_dense_layers": 0,
+        "mlp_pattern": "moe",
+        "apply_router_weight_on_input": False,
+        "router_z_loss_multiplier": 0,
+    }
+    reason = "has no effect with num_experts=1, a model without experts"
+    return None if config.num_experts > 1 else unused(config, plain, reason)
+
+
+ALL_TARGETS = "all"
+"""The value of lora_targets that names every weight with a name."""
+
+
+def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the weights that may have adapters: every matrix of the layers except routers and shared experts' gates.
+
+    A weight's path in the parameters ends in its name, which experts, shared experts and dense layers have in common.
+    """
+    tables = [table for stack, (_, table) in stacks_of(model_shape(config)).items() if stack]
+    matrices = [path.rpartition("/")[2] for table in tables for path, weight in table.items() if weight.is_normal]
+    return tuple(dict.fromkeys(name for name in matrices if name not in ("router", "shared_gate")))
+
+
+def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the weights that have adapters, in the model's order; none without LoRA."""
+    if config.lora_rank == 0:
+        return ()
+    named = _named_targets(config)
+    return tuple(name for name in adaptable_weights(config) if named == [ALL_TARGETS] or name in named)
+
+
+def _named_targets(config: ModelConfig) -> list[str]:
+    return [name.strip() for name in config.lora_targets.split(",")]
+
+
+def unknown_targets(config: Config) -> Violation | None:
+    """Names in lora_targets that are not of weights that may have adapters."""
+    if config.lora_rank == 0 or _named_targets(config) == [ALL_TARGETS]:
+        return None
+    named, known = _named_targets(config), adaptable_weights(config)
+    wrong = next((name for name in named if name not in known), None)
+    if wrong is None:
+        return None
+    kept = list(dict.fromkeys(name for name in named if name in known))
+    alike = [name for name in known if wrong and wrong in name] or get_close_matches(wrong, known, n=1, cutoff=0.8)
+    near = [name for name in alike[:1] if name not in kept]
+    rule = f"names '{value_text(wrong, 40)}'; this model has {', '.join(known)}, or all"
+    return violates(config, "lora_targets", rule, ",".join(kept + near) or ALL_TARGETS)
+
+
+def unused_adapters(config: Config, defaults: Config) -> Violation | None:
+    """Keys about adapters, in a run without any."""
+    usual = {key: getattr(defaults, key) for key in ("lora_alpha", "lora_targets")}
+    reason = "has no effect with lora_rank=0, which trains all weights"
+    return None if config.lora_rank else unused(config, usual, reason, {"lora_rank": 8})
+
+
+MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
+    _kv_heads,
+    _head_dim,
+    _rotary_share,
+    _layer_pattern,
+    _window,
+    _chunk,
+    _learned_positions,
+    _latent_attention,
+    _parallel_block,
+    _longrope,
+    _yarn,
+    _temperature,
+    _inverse_layers,
+    _gated_activation,
+    _dense_layers,
+    _mlp_pattern,
+    unknown_targets,
+    _experts_per_token,
+    _routing_groups,
+    _chosen_groups,
+    _shared_expert,
+    _sparse_mixer,
+    _without_experts,
+)
+"""Every rule about the architecture."""
+
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 

@@ -5,9 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from maxtext_lite.config.observers import Phase
-from maxtext_lite.config.phases import PhaseClock, phases
-from maxtext_lite.console.output import complain
+from maxtext_lite.config.phases import Phase, PhaseClock, phases
+from maxtext_lite.console import complain
 
 _WORK: dict[Phase, str] = {
     "compile": "compiling the train step",

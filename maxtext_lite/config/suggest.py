@@ -10,8 +10,8 @@ from typing import Annotated, Self, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from maxtext_lite.config.errors import Refusal, any_of, decimal_text, number_text, setting_text
+from maxtext_lite.config.keys import Config
 from maxtext_lite.config.rules import rule_violations
-from maxtext_lite.config.schema import Config
 from maxtext_lite.config.violation import Change, Violation
 
 _MOST_TRIED = 64

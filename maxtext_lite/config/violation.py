@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from maxtext_lite.config.errors import Refusal, value_text
-from maxtext_lite.config.schema import Config
+from maxtext_lite.config.keys import Config
 
 Change = Mapping[str, object]
 """New values of some keys, or of num_devices and num_hosts."""

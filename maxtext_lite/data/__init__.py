@@ -4,10 +4,10 @@ The names here need no jax, so that `plan` does not; `feed`, `layout` and `sourc
 """
 
 from maxtext_lite.data.balance import Balance
-from maxtext_lite.data.mixture_source import MixtureSource, hash_of_run, named_sources, open_mixture
+from maxtext_lite.data.mixture import MixtureSource, hash_of_run, named_sources, open_mixture
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import Examples, own_examples
-from maxtext_lite.data.packing import REFERENCE, field_dtype
+from maxtext_lite.data.rows import REFERENCE, field_dtype
 from maxtext_lite.data.sources import ExampleSource, example_shape, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 

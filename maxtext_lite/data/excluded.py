@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import storage_errors
 from maxtext_lite.config.json_file import check_file
-from maxtext_lite.data.mixture_source import named_sources
+from maxtext_lite.data.mixture import named_sources
 from maxtext_lite.data.sources import ExampleSource
 from maxtext_lite.data.text_files import json_lines, json_object
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.examples import Source
-from maxtext_lite.data.packing import FIELDS, field_dtype
+from maxtext_lite.data.order import Source
+from maxtext_lite.data.rows import FIELDS, field_dtype
 
 
 class Examples(Protocol):

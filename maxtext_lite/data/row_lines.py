@@ -9,8 +9,8 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted
-from maxtext_lite.console.output import complain
-from maxtext_lite.data.mixture_source import open_mixture
+from maxtext_lite.console import complain
+from maxtext_lite.data.mixture import open_mixture
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -13,16 +13,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
-from maxtext_lite.config.kinds import source_kind
+from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data.examples import Source, check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, count_by_length, segments_row
-from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
+from maxtext_lite.data.order import Source, check_id, num_held_out
+from maxtext_lite.data.prepared import open_prepared
+from maxtext_lite.data.rows import (
+    FIELDS,
+    Documents,
+    FittedRows,
+    IndexPlace,
+    Rows,
+    TokenStream,
+    count_by_length,
+    rows_of,
+    segments_row,
+)
 from maxtext_lite.data.text_cache import tokenized_text
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
-from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1

@@ -13,9 +13,9 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import user_path
-from maxtext_lite.data.examples import Source
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, read_excluded
-from maxtext_lite.data.mixture_source import MixtureSource, Opened, joined, opened_sources, target_tokens_between
+from maxtext_lite.data.mixture import MixtureSource, Opened, joined, opened_sources, target_tokens_between
+from maxtext_lite.data.order import Source
 from maxtext_lite.data.sources import ExampleSource
 from maxtext_lite.parallel import exchange, value_of_host
 

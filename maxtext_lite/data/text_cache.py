@@ -23,16 +23,13 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, writing
 from maxtext_lite.config.json_file import read_object, user_path
-from maxtext_lite.config.sections import RunConfig
-from maxtext_lite.console.output import complain
-from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
+from maxtext_lite.config.keys import RunConfig
+from maxtext_lite.console import complain
 from maxtext_lite.data.documents import read_documents
-from maxtext_lite.data.manifest import file_sha256, token_dtype
-from maxtext_lite.data.packing import TokenStream
-from maxtext_lite.data.row_index import ABOUT, IndexPlace, make_directory
+from maxtext_lite.data.prepared import CACHE_VARIABLE, cache_directory, file_sha256, locked, map_array, token_dtype
+from maxtext_lite.data.rows import ABOUT, IndexPlace, TokenStream, make_directory
 from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
-from maxtext_lite.data.token_stream import map_array
 
 LEAST_BYTES = 2**25
 """Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""

@@ -24,7 +24,7 @@ from maxtext_lite.config.json_file import (
     read_object,
     user_path,
 )
-from maxtext_lite.console.output import complain
+from maxtext_lite.console import complain
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, extra_module, read_rows
 
 _COMPRESSED = ("", ".gz", ".zst")

@@ -15,6 +15,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -24,8 +25,89 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import setting_text, value_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
-from maxtext_lite.data import splitting
-from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
+
+CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE = "special_tokens_map.json"
+
+
+class Stated(NamedTuple):
+    """What a file says of a special token: its `text`, which the caller checks; None: there is none."""
+
+    text: Any
+    file: Path
+
+
+def special_tokens(directory: Path) -> dict[str, Stated]:
+    """The special tokens by name, such as eos_token.
+
+    special_tokens_map.json overrides tokenizer_config.json, and is ignored if that has added_tokens_decoder: it then
+    comes from a version of transformers that only writes it for older ones.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    found: dict[str, Stated] = {}
+    for file in (directory / CONFIG_FILE, directory / _MAP_FILE):
+        fields = read_object(file) if is_there(file) else {}
+        named = {name: value for name, value in fields.items() if name.endswith("_token")}
+        for more in (fields.get("extra_special_tokens"), fields.get("model_specific_special_tokens")):
+            named |= more if isinstance(more, dict) else {}
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+        found |= {name: Stated(text, file) for name, text in texts.items()}
+        if "added_tokens_decoder" in fields:
+            break
+    return found
+
+
+_LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
+"""The pattern by which cl100k and Llama 3 split a text into words."""
+_PATTERNS = (
+    WORD_PATTERN,
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",  # Qwen 2 and 3
+)
+
+
+def may_split(stated: dict[str, Any]) -> bool:
+    """Whether a `tokenizer.json` describes a tokenizer to which the module's argument applies."""
+    model, words = stated.get("model") or {}, stated.get("pre_tokenizer") or {}
+    normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
+    steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
+    added = stated.get("added_tokens") or []
+    return (
+        model.get("type") == "BPE"
+        and not (model.get("dropout") or stated.get("truncation") or stated.get("padding"))
+        and normalizer == "NFC"
+        and bool(steps)
+        and all(map(_ends_words_before_spaces, steps))
+        and steps[-1].get("type") == "ByteLevel"
+        and (steps[-1].get("use_regex") is True or any(step.get("type") == "Split" for step in steps))
+        and not any(each["lstrip"] or each["rstrip"] or " " in each["content"] for each in added)
+    )
+
+
+def _ends_words_before_spaces(step: dict[str, Any]) -> bool:
+    match step:
+        case {"type": "ByteLevel", "add_prefix_space": False}:  # with GPT-2's own pattern, or none
+            return True
+        case {"type": "Digits"}:
+            return True
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            return pattern in _PATTERNS
+        case _:
+            return False
+
+
+def pieces(text: str, most: int) -> list[str]:
+    """The text, cut after at least `most` characters each time, at the first place that changes no token."""
+    found, start = [], 0
+    while place := _LETTERS_AROUND_A_SPACE.search(text, start + most):
+        found.append(text[start : place.start()])
+        start = place.start()
+    return [*found, text[start:]]
+
 
 # Names of the end-of-text token in published tokenizers, the most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
@@ -346,7 +428,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.begin_ids = self._find_begin(path)
         stated = json.loads(content)
         self.unknown_token = _unknown_token(stated.get("model") or {})
-        self._may_split = splitting.may_split(stated)
+        self._may_split = may_split(stated)
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
     def _named_token(self, path: pathlib.Path, name: str) -> int | None:
@@ -439,7 +521,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
-        return splitting.pieces(text, most) if self._may_split else [text]
+        return pieces(text, most) if self._may_split else [text]
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:

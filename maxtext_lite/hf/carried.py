@@ -7,7 +7,7 @@ from pathlib import Path
 from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
-from maxtext_lite.config.sections import TOKENIZER_FILES
+from maxtext_lite.config.keys import TOKENIZER_FILES
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import Tokenizer, load_tokenizer
 from maxtext_lite.hf.directory import CARRIED, files_of_model, hf_directory, paths_of_model, tokenizer_keys

@@ -22,11 +22,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.hf.config import stored_dtype
+from maxtext_lite.hf.config_json import FIELD, quantization_of, stored_dtype, weight_groups
 from maxtext_lite.hf.fields import JsonObject
 from maxtext_lite.hf.names import INPUTS_FIRST
-from maxtext_lite.hf.quantized import FIELD, quantization_of, weight_groups
-from maxtext_lite.hf.safetensors_dir import DTYPES, Box, SafetensorsDir, Stored, mapped
+from maxtext_lite.hf.safetensors import DTYPES, Box, SafetensorsDir, Stored, mapped
 
 _AT_ONCE = 2**20  # numbers: a handful of copies is then small beside any model's largest tensor
 _OF_ACTIVATIONS = (

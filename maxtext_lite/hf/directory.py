@@ -6,14 +6,13 @@ from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
-from maxtext_lite.config.files import RUN_FILE
 from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object, read_text
-from maxtext_lite.config.load import Provided
-from maxtext_lite.config.sections import TOKENIZER_FILES, ModelConfig, RunConfig
+from maxtext_lite.config.keys import TOKENIZER_FILES, ModelConfig, RunConfig
+from maxtext_lite.config.load import RUN_FILE, Provided
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.config.yaml_text import parse_mapping
+from maxtext_lite.config.yaml import parse_mapping
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
+from maxtext_lite.hf.config_json import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
 from maxtext_lite.hf.fields import JsonObject, Keys, same_architecture
 
 CARRIED = (

@@ -1,9 +1,14 @@
 """The families of Hugging Face models that can be read and written, each as its parts of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
-from maxtext_lite.hf.layer_lists import ChunkedLayers, FirstDense, InterleavedStep, LayerInterval, SparseStep
+from maxtext_lite.config.keys import ModelConfig
+from maxtext_lite.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.hf.parts import (
+    CHUNKED,
+    GLOBAL,
     RANGE,
     SIZES,
     Activation,
@@ -16,26 +21,363 @@ from maxtext_lite.hf.parts import (
     Heads,
     Ignored,
     LatentWidths,
+    LayerTypes,
     LearnedPositions,
     Only,
     OrNull,
     Part,
     QueryScalar,
     Rename,
+    RopeByLayerType,
+    RopeFields,
+    WithoutRotation,
     family,
+    is_unsaid,
+    layer_kinds,
+    pattern_of,
+    rotated_layers,
     ties,
 )
-from maxtext_lite.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
-from maxtext_lite.hf.terms import (
-    Inverse,
-    MultipliedRope,
-    OldGelu,
-    OutBias,
-    PositionScaling,
-    RotaryDim,
-    SharedWidth,
-    Switch,
-)
+
+
+class OldGelu(Part):
+    """Gemma 1's activation: its `gelu` means the tanh approximation, and `hidden_activation` may only repeat it."""
+
+    _MEANT = "gelu_pytorch_tanh"
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        value, other = fields.take("hidden_act", self._MEANT), fields.take("hidden_activation", self._MEANT)
+        for name, stated in (("hidden_act", value), ("hidden_activation", other)):
+            if stated not in ("gelu", self._MEANT):
+                fields.refuse(name, stated, f"cannot be expressed: it must be {self._MEANT}.")
+        return {"mlp_activation": "gelu_tanh"}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        del config
+        return {"hidden_act": self._MEANT}
+
+
+class Switch(Part):
+    """A field that is true or false, and a key with a value for each.
+
+    Args:
+      also: other keys that follow the field, with their values for true and for false.
+    """
+
+    def __init__(self, name: str, key: str, on: object, off: object, *, default: bool = False, **also: Any) -> None:
+        self._name, self._key, self._values, self._default, self._also = name, key, (on, off), default, also
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        is_off = not fields.flag(self._name, self._default)
+        fields.names |= {self._key: self._name}
+        return {self._key: self._values[is_off]} | {key: values[is_off] for key, values in self._also.items()}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {self._name: getattr(config, self._key) == self._values[0]}
+
+
+class OutBias(Part):
+    """Seed-OSS's biases, of queries, keys and values, and of the output."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        inner, out = fields.flag("attention_bias", True), fields.flag("attention_out_bias", False)
+        if out and not inner:
+            fields.refuse("attention_out_bias", out, "cannot be expressed without attention_bias.")
+        return {"attention_bias": "all" if inner and out else "qkv" if inner else "none"}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"attention_bias": config.attention_bias != "none", "attention_out_bias": config.attention_bias == "all"}
+
+
+def _rounded(value: float) -> float:
+    """To 12 digits: far finer than float32, and few enough that the inverse gives the original number."""
+    return float(f"{value:.12g}")
+
+
+def _is_real(value: object) -> TypeGuard[int | float]:
+    """Whether a field's value is a number from 0 to 1e15."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
+
+
+class Inverse(Part):
+    """A field that is 1 over a key, or 1 over a key's square root.
+
+    Args:
+      power: -1, or -2 if the field multiplies scores and the key's square root divides them.
+    """
+
+    def __init__(self, name: str, key: str, *, power: int = -1) -> None:
+        self._name, self._key, self._power = name, key, power
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        value = fields.take(self._name, 1.0)
+        fields.names[self._key] = self._name
+        if not _is_real(value) or not value:
+            fields.refuse(self._name, value, "is not a number above 0.")
+            value = 1
+        return {self._key: float(value) ** self._power if self._power == -1 else _rounded(float(value) ** self._power)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        value = getattr(config, self._key) or config.head_dim  # query_pre_attn_scalar=0 means head_dim
+        return {self._name: _rounded(value ** (1 / self._power))}
+
+
+_MAPPINGS = ("rope_parameters", "rope_scaling")
+
+
+def _taken(fields: Fields, entry: str) -> Any:
+    """An entry of the last of _MAPPINGS that has it, marked as read in both; None if it is missing."""
+    value = None
+    for name in _MAPPINGS:
+        value = fields.take_entry(name, entry, value)
+    return value
+
+
+def _with_entries(fields: JsonObject, entries: JsonObject) -> JsonObject:
+    """The fields with more entries in each of _MAPPINGS that is there."""
+    return fields | {name: fields[name] | entries for name in _MAPPINGS if isinstance(fields.get(name), dict)}
+
+
+class PositionScaling(RopeFields):
+    """Ministral 3's rotation, and queries that grow with each multiple of its original length."""
+
+    _ENTRY = "llama_4_scaling_beta"
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        scale = 0.1 if is_unsaid(fields) else _taken(fields, self._ENTRY)
+        _taken(fields, "max_position_embeddings")  # not read by transformers
+        keys = super().read(fields)
+        length = keys["rope_scaling"].get("original_max_position_embeddings")
+        if not _is_real(scale) or length is None:
+            fields.refuse(self._ENTRY, scale, "must be a number beside an original_max_position_embeddings.")
+            return keys
+        return {**keys, "position_temperature": {"scale": float(scale), "floor_scale": length} if scale else {}}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        tuning = config.position_temperature
+        return _with_entries(super().write(config), {self._ENTRY: tuning.scale if tuning else 0.0})
+
+
+class MultipliedRope(RopeFields):
+    """Phi-3.5-MoE's rotation: longrope with a multiplier of cosines and sines for short and for long documents.
+
+    transformers uses the short factors at every length, and so does this.
+    """
+
+    _ENTRIES = ("short_mscale", "long_mscale")
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        values = [_taken(fields, entry) for entry in self._ENTRIES]
+        _taken(fields, "long_factor")
+        keys = dict(super().read(fields))
+        scaling = keys["rope_scaling"]
+        if scaling.get("rope_type") != "longrope":
+            if scaling:
+                fields.refuse("rope_scaling", scaling["rope_type"], "cannot be expressed: it must be longrope.")
+            return keys
+        short, long = values
+        if not _is_real(short) or not short or short != long:
+            why = "cannot be expressed: it must be a number above 0, and both the same."
+            fields.refuse("short_mscale and long_mscale", values, why)
+            return keys
+        factors = {"long_factor": scaling.get("short_factor"), "attention_factor": float(short)}
+        return keys | {"rope_scaling": scaling | factors}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        fields, scaling = super().write(config), config.rope_scaling
+        return _with_entries(fields, dict.fromkeys(self._ENTRIES, scaling.attention_factor)) if scaling else fields
+
+
+class RotaryDim(RopeFields):
+    """MiniMax's rotation, whose share of a head is also stated in dims."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        keys, width = dict(super().read(fields)), fields.size("head_dim", 128)
+        dims = fields.whole("rotary_dim", width)
+        if dims != width and keys["partial_rotary_factor"] not in (1.0, dims / width):
+            fields.refuse("rotary_dim", dims, f"contradicts partial_rotary_factor={keys['partial_rotary_factor']}.")
+        return keys if dims == width else keys | {"partial_rotary_factor": dims / width}
+
+
+class SharedWidth(Part):
+    """Granite's width of the shared expert; 0: there is none."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        width = fields.whole("shared_intermediate_size", 0, least=0)
+        fields.names["base_shared_mlp_dim"] = "shared_intermediate_size"
+        return {"shared_experts": int(width > 0), "base_shared_mlp_dim": width or -1}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"shared_intermediate_size": config.shared_mlp_dim}
+
+
+def layers_with_experts(config: ModelConfig) -> list[bool]:
+    """Whether each layer has experts."""
+    kinds, first = config.mlp_kinds, config.first_num_dense_layers
+    if config.num_experts == 1:
+        first = config.base_num_decoder_layers
+    layers = range(config.base_num_decoder_layers)
+    return [layer >= first and kinds[layer % len(kinds)] == "moe" for layer in layers]
+
+
+def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
+    """The keys for these layers: the number of dense layers before all others, maybe none, or a pattern.
+
+    Args:
+      name: the field that decides.
+    """
+    fields.names |= {"first_num_dense_layers": name, "mlp_pattern": name}
+    first = next((layer for layer, has in enumerate(has_experts) if has), len(has_experts))
+    if all(has_experts[first:]):
+        return {"first_num_dense_layers": first, "mlp_pattern": "moe"}
+    kinds = ["moe" if has else "dense" for has in has_experts]
+    return {"first_num_dense_layers": 0, "mlp_pattern": pattern_of(kinds)}
+
+
+def _numbers(name: str, fields: Fields) -> list[int] | None:
+    """A field's value, a list of layers' numbers; None if it is missing."""
+    stated = fields.listed(name)
+    wrong = [each for each in stated or () if isinstance(each, bool) or not isinstance(each, int)]
+    if wrong:
+        fields.refuse(name, wrong[0], "is not the number of a layer.")
+        return None
+    return stated
+
+
+class FirstDense(Part):
+    """DeepSeek's: the layers from `first_k_dense_replace` on have experts."""
+
+    keys = MappingProxyType({"first_k_dense_replace": "first_num_dense_layers"})
+
+    def __init__(self, default: int) -> None:
+        self._default = default
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        self._note_names(fields)
+        return {"first_num_dense_layers": fields.take("first_k_dense_replace", self._default)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"first_k_dense_replace": (*layers_with_experts(config), True).index(True)}
+
+
+class SparseStep(Part):
+    """Qwen's: every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        step, dense = fields.whole("decoder_sparse_step", 1), _numbers("mlp_only_layers", fields) or []
+        has = [layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers)]
+        return _keys(has, fields, "mlp_only_layers" if dense else "decoder_sparse_step")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        dense = [layer for layer, has in enumerate(layers_with_experts(config)) if not has]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class LayerInterval(Part):
+    """Ernie's: of the layers from `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`th."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, every = fields.num_layers, fields.whole("moe_layer_interval", 1)
+        start, end = (
+            fields.whole("moe_layer_start_index", 1, least=0),
+            fields.whole("moe_layer_end_index", -1, least=-1),
+        )
+        end = layers - 1 if end == -1 else end
+        has = [start <= layer <= end and (layer + 1) % every == 0 for layer in range(layers)]
+        return _keys(has, fields, "moe_layer_start_index" if start or every == 1 else "moe_layer_interval")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        has = layers_with_experts(config)
+        numbers = [layer for layer, each in enumerate(has) if each] or [len(has)]
+        start, end = numbers[0], numbers[-1]
+        fitting = [
+            every
+            for every in range(1, len(has) + 1)
+            if numbers == [layer for layer in range(start, end + 1) if (layer + 1) % every == 0]
+        ]
+        every = fitting[0] if fitting else 1  # a round trip then fails, and the family is not written
+        return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": every}
+
+
+class InterleavedStep(Part):
+    """Llama 4's: `moe_layers`, or every `interleave_moe_layer_step`th layer."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        step, stated = fields.whole("interleave_moe_layer_step", 1), _numbers("moe_layers", fields)
+        layers = range(fields.num_layers)
+        has = [(layer + 1) % step == 0 if stated is None else layer in stated for layer in layers]
+        return _keys(has, fields, "interleave_moe_layer_step" if stated is None else "moe_layers")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        numbers = [layer for layer, has in enumerate(layers_with_experts(config)) if has]
+        return {"interleave_moe_layer_step": 1, "moe_layers": numbers}
+
+
+class ChunkedLayers(Part):
+    """Llama 4's layers: rotated ones attend within chunks. Every fourth, or those with a 0 in `no_rope_layers`, is not
+    rotated and attends to everything, with queries that may grow with their positions."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, rotated = fields.num_layers, rotated_layers(fields, fields.listed("no_rope_layers") or None)
+        types = fields.listed("layer_types")
+        if types is not None:
+            fields.check_layer_types(types, layers, 1, (CHUNKED, GLOBAL))
+        types = types if types and len(types) == layers else [CHUNKED if turned else GLOBAL for turned in rotated]
+        kinds = [kind if turned else "nope" for kind, turned in zip(types, rotated, strict=True)]
+        odd = [layer for layer in range(layers) if types[layer] == CHUNKED and not rotated[layer]]
+        if odd:
+            fields.refuse(
+                "no_rope_layers", rotated, f"cannot be expressed: layer {odd[0]} has chunks, but no rotation."
+            )
+        fields.names |= {"layer_pattern": "layer_types", "chunk_attn_window_size": "attention_chunk_size"}
+        fields.names["position_temperature"] = "attn_scale"
+        chunk = fields.whole("attention_chunk_size", None if fields.is_null("attention_chunk_size") else 8192)
+        tuning = {"scale": fields.take("attn_scale", 0.1), "floor_scale": fields.whole("floor_scale", 8192)}
+        tuning |= {"offset": 1, "layers": "nope"}
+        is_tuned = bool(fields.whole("attn_temperature_tuning", least=0) if is_whole(
+            fields.peek("attn_temperature_tuning", True), 0
+        ) else fields.flag("attn_temperature_tuning", True))  # fmt: skip
+        return {
+            "layer_pattern": pattern_of(kinds),
+            "chunk_attn_window_size": chunk if CHUNKED in kinds else 0,
+            "position_temperature": tuning if is_tuned and "nope" in kinds else {},
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        kinds, tuning = layer_kinds(config), config.position_temperature
+        tuned = {} if tuning is None else {"attn_scale": tuning.scale, "floor_scale": tuning.floor_scale}
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": [GLOBAL if kind == "nope" else kind for kind in kinds],
+            "attention_chunk_size": config.chunk_attn_window_size or 8192,
+            "attn_temperature_tuning": tuning is not None,
+        } | tuned
+
 
 _SILU = Activation("hidden_act", "silu")
 _BIASES = Bias("attention_bias", "all")

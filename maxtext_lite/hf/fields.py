@@ -7,8 +7,7 @@ from typing import Any, TypeGuard, cast
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.model_parts import PositionTemperature, RopeScaling
-from maxtext_lite.config.sections import ModelConfig
+from maxtext_lite.config.keys import ModelConfig, PositionTemperature, RopeScaling
 
 JsonObject = dict[str, Any]
 """An object of JSON, such as a config.json's fields by name."""

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from maxtext_lite.config.errors import UserError, did_you_mean, value_text
-from maxtext_lite.config.files import packaged_directory
-from maxtext_lite.config.sections import QKV, REMAT_TENSORS
+from maxtext_lite.config.keys import QKV, REMAT_TENSORS
+from maxtext_lite.config.load import packaged_directory
 
 _KEYS = "maxtext_keys.yml"
 _VERSION = "0.2.5"

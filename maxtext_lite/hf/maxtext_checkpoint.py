@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.hf.entries import flat
+from maxtext_lite.hf.names import flat
 from maxtext_lite.parallel import Params
 from maxtext_lite.training.saving import reading
 

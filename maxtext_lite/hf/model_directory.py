@@ -7,10 +7,10 @@ from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.keys import Config
 from maxtext_lite.config.load import config_of_run, load_config
-from maxtext_lite.config.schema import Config
 from maxtext_lite.hf.adapter import adapter_of
-from maxtext_lite.hf.config import stored_dtype
+from maxtext_lite.hf.config_json import stored_dtype
 from maxtext_lite.hf.directory import has_hf_weights, hf_directory, tokenizer_keys
 
 

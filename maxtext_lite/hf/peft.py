@@ -20,15 +20,12 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.weight_axes import num_inputs, of_one
-from maxtext_lite.config.weights import stacks_of
+from maxtext_lite.config.weights import num_inputs, of_one, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
-from maxtext_lite.hf.config import family_of, model_keys
-from maxtext_lite.hf.copying import is_finite
-from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
+from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
-from maxtext_lite.hf.names import INPUTS_FIRST, Name, Sizes, model_of
-from maxtext_lite.hf.safetensors_dir import DTYPES, Tensor, mapped, stored_in, write_file
+from maxtext_lite.hf.names import INPUTS_FIRST, Entry, Name, Sizes, entries_of, flat, model_of, table_of
+from maxtext_lite.hf.safetensors import DTYPES, Tensor, is_finite, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
 

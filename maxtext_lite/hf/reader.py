@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding
 
 from maxtext_lite.hf.adapter import Adapter, adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
-from maxtext_lite.hf.entries import flat
-from maxtext_lite.hf.importing import load_hf_parameters
+from maxtext_lite.hf.names import flat
 from maxtext_lite.hf.peft import read_peft_adapters
+from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.training.parameter_files import Reader

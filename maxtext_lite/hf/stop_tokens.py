@@ -9,7 +9,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object
-from maxtext_lite.config.sections import TOKENIZER_FILES
+from maxtext_lite.config.keys import TOKENIZER_FILES
 from maxtext_lite.data import Tokenizer
 from maxtext_lite.hf.adapter import adapter_of, missing_base
 from maxtext_lite.hf.fields import is_whole

@@ -10,17 +10,17 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.console.output import complain
+from maxtext_lite.console import complain
 from maxtext_lite.data import ExampleSource
-from maxtext_lite.data.manifest import MANIFEST_FILE
+from maxtext_lite.data.prepared import MANIFEST_FILE
 from maxtext_lite.data.sources import open_path
 from maxtext_lite.data.text_files import PLAIN_SUFFIXES, find_files, is_kind, json_lines
 from maxtext_lite.inference.requests import EvaluateConfig
 from maxtext_lite.inference.sampler import cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import Params, Tree, start_devices
+from maxtext_lite.training.loss import forward
 from maxtext_lite.training.objective import ScoredObjective, objective_of
-from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.step import EVAL_BATCH_AXES
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from maxtext_lite.config.field_types import (
+from maxtext_lite.config.types import (
     AtLeastTwo,
     Count,
     CountOrZero,

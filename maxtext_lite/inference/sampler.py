@@ -13,7 +13,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import nearest_clause, value_text
 from maxtext_lite.hf.adapter import adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
-from maxtext_lite.hf.importing import load_hf_parameters
+from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Decoder, KVCache, Sampling, root_key, sample_token
 from maxtext_lite.parallel import MESH_AXES, Params, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder

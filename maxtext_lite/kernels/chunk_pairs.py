@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.tile import merge, part, put
-from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.models.attention import STRATEGIES, merge, part, put
 from maxtext_lite.parallel import Tree, own_shard
 
 

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from maxtext_lite.config.kernels import KERNEL_SCOPE
-from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient, whole_blocks
+from maxtext_lite.models.attention import PLAIN, Scoring, may_see, sink_gradient, whole_blocks
 from maxtext_lite.parallel import over_shards
 
 _PADDING = -1  # the document of tokens that only fill up a kernel's last block

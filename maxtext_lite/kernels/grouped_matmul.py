@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.config.kernels import KERNEL_SCOPE
 from maxtext_lite.kernels.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
-from maxtext_lite.models.grouped_matmul import (
+from maxtext_lite.models.experts import (
     ALL_DIMS,
     BY_ROWS,
     BY_ROWS_TRANSPOSED,

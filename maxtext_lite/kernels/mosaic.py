@@ -18,7 +18,7 @@ from maxtext_lite.config.kernels import KERNEL_SCOPE
 from maxtext_lite.kernels.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
 from maxtext_lite.kernels.cudnn import FusedKernel, Inputs, fused_attention
 from maxtext_lite.kernels.tokamax_ops import flash_attention, with_blocks
-from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
+from maxtext_lite.models.attention import PLAIN, Scoring, part, ungrouped, whole_blocks
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,

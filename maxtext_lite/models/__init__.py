@@ -12,13 +12,13 @@ The names of arrays of rank 2 and more end in one letter per dim (global sizes),
     I ints of a request's key               Z shards of tokens: X of rows times Y of the sequence
 """
 
-from maxtext_lite.config.weight_axes import is_matrix, num_inputs, of_one, unstacked
+from maxtext_lite.config.weights import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.block import Block, DecoderLayer
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+from maxtext_lite.models.experts import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, ExpertShape
+from maxtext_lite.models.layers import Block, DecoderLayer
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
-from maxtext_lite.models.moe import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.seed import root_key
 from maxtext_lite.models.shape import DecoderShape

@@ -1,13 +1,282 @@
 """Causal attention within documents, by a kernel chosen by name."""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_lite.config.kernels import KERNELS, Needs, lacking
 from maxtext_lite.config.registry import load
-from maxtext_lite.models.tile import PLAIN, Scoring
-from maxtext_lite.parallel import context_shards
+from maxtext_lite.parallel import (
+    CHUNKS_PER_SHARD,
+    Tree,
+    context_shards,
+    from_all_shards,
+    over_shards,
+    own_shard,
+    sum_to_shards,
+    to_next_shard,
+)
+
+_MASKED = -1e30  # finite: a row without any key inside a tile must not give inf - inf
+
+_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+Index = int | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How queries score keys, and which they score.
+
+    Attributes:
+      scale: factor of the product of a query and a key; None: H ** -0.5 for keys of width H.
+      window: keys that a query sees: its own and those of the window - 1 tokens before it; None: all that are no later.
+      chunk: a query sees only keys of its own chunk of this many tokens of its document; None: there are no chunks.
+        The decoder passes chunks to `attention` as documents; only attention over a cache reads this.
+      soft_cap: c in c * tanh(score / c), which bounds a score; None: scores are not bounded.
+
+    Raises:
+      ValueError: the window or the cap is not positive.
+    Source: windows, Beltagy et al. 2020, arXiv:2004.05150, section 3.1; the cap, Gemma 2, arXiv:2408.00118, section 2.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} keys leaves a query without its own. Nearest that works: 1.")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap={self.soft_cap} is not positive. Nearest that works: None.")
+
+    def scale_of(self, key_dim: int) -> float:
+        """The scale for keys of this width."""
+        return key_dim**-0.5 if self.scale is None else self.scale
+
+    def score(self, product: jax.Array, key_dim: int) -> jax.Array:
+        """Scores of any shape from the products of queries and keys of this width, in their dtype."""
+        score = product * self.scale_of(key_dim)
+        return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
+
+    def dproduct(self, dscore: jax.Array, score: jax.Array, key_dim: int) -> jax.Array:
+        """The gradient of the products, from that of their scores and the scores themselves."""
+        dproduct = dscore * self.scale_of(key_dim)
+        return dproduct if self.soft_cap is None else dproduct * (1 - jnp.square(score / self.soft_cap))
+
+
+PLAIN = Scoring()
+"""Llama's: every key that is no later, scored by its product with the query over the square root of their width."""
+
+
+def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
+    """`count` entries of a dim; `first` may be traced."""
+    if isinstance(first, int):
+        return jax.lax.slice_in_dim(x, first, first + count, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
+
+
+def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
+    """`x` with `new` at the positions of dim 3 from `first` on."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
+
+
+def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -> jax.Array:
+    """`x` padded to a whole number of blocks of tokens."""
+    fill = -x.shape[axis] % block
+    pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, pads, constant_values=value) if fill else x
+
+
+class Keys(NamedTuple):
+    """Keys and values in the layout of the forward pass's matmuls, and their documents."""
+
+    k_BKHS: jax.Array
+    v_BKSW: jax.Array
+    segment_BS: jax.Array
+
+    @classmethod
+    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "Keys":
+        """Keys and values from the projections, transposed."""
+        return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKW.transpose(0, 2, 1, 3), segment_BS)
+
+    def part(self, first: Index, count: int) -> "Keys":
+        """The part with `count` positions from `first` on."""
+        return Keys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 1), strict=True)))
+
+
+class BackwardKeys(NamedTuple):
+    """Keys and values in the layouts of the backward pass's matmuls, and their documents."""
+
+    k_BKHS: jax.Array
+    k_BKSH: jax.Array
+    v_BKWS: jax.Array
+    segment_BS: jax.Array
+
+    @classmethod
+    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
+        """Keys and values from the projections, transposed."""
+        k_BKHS, k_BKSH = k_BSKH.transpose(0, 2, 3, 1), k_BSKH.transpose(0, 2, 1, 3)
+        return cls(k_BKHS, k_BKSH, v_BSKW.transpose(0, 2, 3, 1), segment_BS)
+
+    def part(self, first: Index, count: int) -> "BackwardKeys":
+        """The part with `count` positions from `first` on."""
+        return BackwardKeys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 3, 1), strict=True)))
+
+
+class BackwardQueries(NamedTuple):
+    """Queries and the gradient of their context, in each layout that a matmul needs, copied once for all tiles.
+
+    Attributes:
+      log_partition_BKGT1: of each row of scores, over all its keys on all devices.
+      product_BKGT1: gradient times context.
+    """
+
+    q_BKGTH: jax.Array
+    q_BKHGT: jax.Array
+    g_BKGTW: jax.Array
+    g_BKWGT: jax.Array
+    log_partition_BKGT1: jax.Array
+    product_BKGT1: jax.Array
+    segment_BT: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        q_BTNH: jax.Array,
+        g_BTNW: jax.Array,
+        context_BTNW: jax.Array,
+        log_partition_BKGT1: jax.Array,
+        segment_BT: jax.Array,
+    ) -> "BackwardQueries":
+        """Queries, gradient and context in the forward pass's layout, transposed."""
+        K = log_partition_BKGT1.shape[1]
+        q_BTKGH, g_BTKGW = grouped(q_BTNH, K), grouped(g_BTNW, K)
+        product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
+        return cls(
+            q_BTKGH.transpose(0, 2, 3, 1, 4),
+            q_BTKGH.transpose(0, 2, 4, 3, 1),
+            g_BTKGW.transpose(0, 2, 3, 1, 4),
+            g_BTKGW.transpose(0, 2, 4, 3, 1),
+            log_partition_BKGT1,
+            product_BTKG.transpose(0, 2, 3, 1)[..., None],
+            segment_BT,
+        )
+
+    def part(self, first: Index, count: int) -> "BackwardQueries":
+        """The part with `count` positions from `first` on."""
+        axes = (3, 4, 3, 4, 3, 3, 1)
+        return BackwardQueries(*(part(x, first, count, axis) for x, axis in zip(self, axes, strict=True)))
+
+
+def grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, T, K, G, H]: the query heads of each kv head."""
+    B, T, _, H = x_BTNH.shape
+    return x_BTNH.reshape(B, T, num_kv_heads, -1, H)
+
+
+def ungrouped(x_BKGTH: jax.Array) -> jax.Array:
+    """[B, T, N, H]."""
+    B, K, G, T, H = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
+
+
+def may_see(
+    segment_BT: jax.Array,
+    segment_BS: jax.Array,
+    first_query: Index | None,
+    first_key: Index | None,
+    window: int | None = None,
+) -> jax.Array:
+    """True where a query may see a key: in its document, no later, and in its window, [B, 1, 1, T, S].
+
+    Args:
+      first_query: number of the first query in the numbering of the keys; None: all keys are earlier and in the window.
+      first_key: number of the first key.
+      window: as in `Scoring`. A document's tokens are as far apart as in the row.
+    """
+    same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
+    if first_query is None or first_key is None:
+        return same_document_BTS[:, None, None]
+    T, S = segment_BT.shape[1], segment_BS.shape[1]
+    query_T1, key_1S = (first_query + jnp.arange(T))[:, None], (first_key + jnp.arange(S))[None, :]
+    seen_TS = query_T1 >= key_1S
+    if window is not None:
+        seen_TS &= query_T1 - key_1S < window
+    return (seen_TS & same_document_BTS)[:, None, None]
+
+
+def attend(
+    q_BKGTH: jax.Array, keys: Keys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """Context [B, K, G, T, W] of these keys alone and log-partition [B, K, G, T, 1], float32.
+
+    The log-partition of a query that sees none of them is so low that its context has no weight in a `merge`.
+    """
+    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS), q_BKGTH.shape[-1])
+    score_BKGTS = jnp.where(seen_B11TS, score_BKGTS, _MASKED)
+    max_BKGT1 = jnp.max(score_BKGTS, axis=-1, keepdims=True)
+    weight_BKGTS = jnp.exp(score_BKGTS - max_BKGT1)
+    sum_BKGT1 = jnp.sum(weight_BKGTS, axis=-1, keepdims=True)
+    context_BKGTW = _dot("BKGTS,BKSW->BKGTW", weight_BKGTS.astype(q_BKGTH.dtype), keys.v_BKSW) / sum_BKGT1
+    return context_BKGTW, max_BKGT1 + jnp.log(sum_BKGT1)
+
+
+def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Contexts and log-partitions over both of two sets of keys; each query sees a key of the first."""
+    (one_BKGTW, one_BKGT1), (other_BKGTW, other_BKGT1) = one, other
+    both_BKGT1 = jnp.logaddexp(one_BKGT1, other_BKGT1)
+    share_BKGT1, other_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1), jnp.exp(other_BKGT1 - both_BKGT1)
+    return share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
+
+
+def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Contexts and log-partitions with each head's sink, which has no value, beside all keys.
+
+    Source: gpt-oss, arXiv:2508.10925; sinks are from Xiao et al. 2023, arXiv:2309.17453.
+    """
+    if sink_N is None:
+        return found
+    context_BKGTW, log_partition_BKGT1 = found
+    sink_KG11 = sink_N.astype(jnp.float32).reshape(*log_partition_BKGT1.shape[1:3], 1, 1)
+    both_BKGT1 = jnp.logaddexp(log_partition_BKGT1, sink_KG11)
+    return jnp.exp(log_partition_BKGT1 - both_BKGT1) * context_BKGTW, both_BKGT1
+
+
+def sink_gradient(
+    sink_N: jax.Array | None, log_partition_BKGT1: jax.Array, context_BTNW: jax.Array, g_BTNW: jax.Array
+) -> jax.Array | None:
+    """dsink [N], in the sinks' dtype, from the results of `with_sink` and the gradient of the context."""
+    if sink_N is None:
+        return None
+    product_BTN = jnp.sum(g_BTNW.astype(jnp.float32) * context_BTNW.astype(jnp.float32), axis=-1)
+    log_partition_BTN = ungrouped(log_partition_BKGT1)[..., 0]
+    weight_BTN = jnp.exp(sink_N.astype(jnp.float32) - log_partition_BTN)
+    return -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sink_N.dtype)  # like a key with value 0
+
+
+def attend_backward(
+    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
+    dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
+    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
+    weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)
+    dweight_BKGTS = _dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
+    dscore_BKGTS = weight_BKGTS * (dweight_BKGTS - queries.product_BKGT1)
+    dproduct_BKGTS = scoring.dproduct(dscore_BKGTS, score_BKGTS, H).astype(dtype)
+    dq_BKGTH = _dot("BKGTS,BKSH->BKGTH", dproduct_BKGTS, keys.k_BKSH)
+    dk_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dproduct_BKGTS)
+    dv_BKWS = _dot("BKWGT,BKGTS->BKWS", queries.g_BKWGT, weight_BKGTS.astype(dtype))
+    return dq_BKGTH, dk_BKHS, dv_BKWS
 
 
 def attention(
@@ -61,3 +330,416 @@ def attention(
         raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     kernel_attention = load("attention", kernel)  # with the arguments of this function
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
+
+
+_TILE = 512
+_STRIP = 128
+
+
+class Strip(NamedTuple):
+    """Some queries of a tile and the keys that they are multiplied by: the first of each, and how many."""
+
+    query: int
+    num_queries: int
+    key: int
+    num_keys: int
+
+
+class Tiles(NamedTuple):
+    """Tiles with the same strips.
+
+    Attributes:
+      query: place of each tile's first query among its device's tokens, padding included; ints.
+      key: place of each tile's first key among its device's tokens.
+      distance: how many tokens of the example the first query is after the first key: an int for all tiles, or an array
+        with one for each, some of them beyond the window; None: causality and window mask nothing.
+      strips: of each tile.
+    """
+
+    query: Any
+    key: Any
+    distance: Any
+    strips: Sequence[Strip]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layout of a device's tokens in runs and tiles.
+
+    Attributes:
+      num_runs: runs of consecutive tokens, one after the other.
+      run: tokens of a run; padding fills it up to whole tiles.
+      num_tiles: tiles along a run.
+      tile: queries, and keys, of a tile.
+      window: as in `Scoring`.
+    """
+
+    num_runs: int
+    run: int
+    num_tiles: int
+    tile: int
+    window: int | None
+
+    @classmethod
+    def of(cls, num_tokens: int, window: int | None) -> "Layout":
+        """The layout for this many tokens on a device: the fewest tiles of at most 512, with little padding."""
+        num_runs = 1 if context_shards() == 1 else CHUNKS_PER_SHARD
+        run = num_tokens // num_runs
+        num_tiles = math.ceil(run / _TILE)
+        tile = run if num_tiles == 1 else min(_TILE, 8 * math.ceil(run / num_tiles / 8))
+        return cls(num_runs, run, num_tiles, tile, window)
+
+    @property
+    def padded_run(self) -> int:
+        """Tokens of a run with its padding."""
+        return self.num_tiles * self.tile
+
+    def pad(self, x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+        """`x` with padding along dim `axis`, that of a device's tokens."""
+        missing = self.padded_run - self.run
+        if not missing:
+            return x
+        x = x.reshape(*x.shape[:axis], self.num_runs, self.run, *x.shape[axis + 1 :])
+        x = jnp.pad(x, [(0, missing * (dim == axis + 1)) for dim in range(x.ndim)], constant_values=value)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def unpad(self, x: jax.Array, axis: int) -> jax.Array:
+        """`x` without the padding."""
+        if self.padded_run == self.run:
+            return x
+        x = x.reshape(*x.shape[:axis], self.num_runs, self.padded_run, *x.shape[axis + 1 :])
+        x = jax.lax.slice_in_dim(x, 0, self.run, axis=axis + 1)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    @property
+    def whole(self) -> Strip:
+        """The strip that is a whole tile."""
+        return Strip(0, self.tile, 0, self.tile)
+
+    def own_tiles(self) -> list[Tiles]:
+        """The tiles of a device's queries with its own keys."""
+        found, far = [], []
+        starts = range(0, self.num_runs * self.padded_run, self.padded_run)
+        for apart in range(self.num_tiles):
+            distance, runs = apart * self.tile, range(apart, self.num_tiles)
+            query = [start + at * self.tile for start in starts for at in runs]
+            places = np.array([query, np.subtract(query, distance)])
+            if apart and (self.window is None or distance + self.tile <= self.window):
+                far.append(places)
+            elif strips := self._strips(distance):
+                found.append(Tiles(places[0], places[1], distance, strips))
+        if far:
+            query, key = np.concatenate(far, axis=1)
+            found.append(Tiles(query, key, None, [self.whole]))
+        if self.num_runs > 1:
+            found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
+        return found
+
+    def tiles_with(self, other: jax.Array) -> list[Tiles]:
+        """The tiles of a device's queries with another shard's keys, in the two pairs of runs that causality allows."""
+        later = (other > own_shard()).astype(jnp.int32)  # both late runs, or both early ones
+        return [self._tiles_between(jnp.stack([1, later]), jnp.stack([0, later]), other)]
+
+    def _strips(self, distance: int) -> list[Strip]:
+        """The strips of a tile whose first query is `distance` tokens after its first key."""
+        strips = []
+        for first in range(0, self.tile, _STRIP):
+            num_queries = min(_STRIP, self.tile - first)
+            end = min(self.tile, distance + first + num_queries)
+            nearest = 0 if self.window is None else max(0, distance + first - self.window + 1)
+            start = nearest // _STRIP * _STRIP  # unaligned slices are slow on accelerators
+            if nearest < end:
+                strips.append(Strip(first, num_queries, start, end - start))
+        return strips
+
+    def _tiles_between(self, query_run: Any, key_run: Any, other: jax.Array) -> Tiles:
+        """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
+        query, key = (self.tile * side.ravel() for side in np.indices((self.num_tiles, self.num_tiles)))
+        distance = None
+        if self.window is not None:
+            apart = self._start(own_shard(), query_run) - self._start(other, key_run)
+            distance = (apart[:, None] + query - key).ravel()
+        query, key = ((self.padded_run * run[:, None] + x).ravel() for run, x in ((query_run, query), (key_run, key)))
+        return Tiles(query, key, distance, [self.whole])
+
+    def _start(self, shard: jax.Array, run: Any) -> jax.Array:
+        """The first token of a shard's run, by its number in the example."""
+        return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
+
+    def of_each_query(self, find: Callable[[Strip, Index, Index, Index | None], Tree]) -> Tree:
+        """The results for a device's first own tiles, which have each query once: arrays with queries in dim 3.
+
+        Args:
+          find: as in `fold`.
+        """
+        some = self.own_tiles()[0]
+
+        def visit(query: Any, key: Any) -> Tree:
+            strips = [
+                find(strip, query + strip.query, key + strip.key, some.distance + strip.query - strip.key)
+                for strip in some.strips
+            ]
+            return jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *strips)
+
+        if len(some.query) == 1:
+            return visit(int(some.query[0]), int(some.key[0]))
+        of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (some.query, some.key))[1]
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), of_tiles)
+
+    def fold(
+        self,
+        tiles: Sequence[Tiles],
+        state: Tree,
+        find: Callable[[Strip, Index, Index, Index | None], Any],
+        put: Callable[[Any, Any, Strip, Index, Index], Any],
+        nothing: Any = None,
+    ) -> Any:
+        """`state` after a loop over tiles.
+
+        Args:
+          find: (strip, place of its first query, of its first key, their distance) -> its result.
+          put: (state, a result, strip, place of its first query, of its first key) -> state.
+          nothing: () -> the result for a whole tile beyond the window.
+        """
+        for some in tiles:
+            state = self._fold_alike(some, state, find, put, nothing)
+        return state
+
+    def _fold_alike(self, some: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
+        window = self.window if isinstance(some.distance, jax.Array) else None  # it may exclude a tile
+
+        def visit(state: Tree, query: Any, key: Any, distance: Any) -> Tree:
+            for strip in some.strips:
+                places = strip, query + strip.query, key + strip.key
+                apart = None if distance is None else distance + strip.query - strip.key
+                look = functools.partial(find, *places, apart)
+                if window is None or apart is None:
+                    found = look()
+                else:
+                    found = jax.lax.cond(apart - strip.num_keys + 1 < window, look, nothing)
+                state = put(state, found, *places)
+            return state
+
+        each = (some.query, some.key) if window is None else (some.query, some.key, some.distance)
+        rest = (some.distance,) if window is None else ()
+        if len(some.query) > 1:
+            return jax.lax.scan(lambda state, at: (visit(state, *at, *rest), None), state, each)[0]
+        return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in each), *rest)
+
+
+_HEADS = ("batch", "length", "activation_heads", None)
+_ROWS = ("batch", "activation_heads", None, "length", None)
+_TOKENS = ("batch", "length")
+
+_NO_DOCUMENT = -1  # the document of the padding after a run
+
+Visit = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
+"""(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
+
+Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
+"""(visit, state, own keys, zeros for their sums) -> (state, sums) after all other shards."""
+
+
+def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
+    """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
+    device has the keys and sums of whole examples."""
+    own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
+
+    def body(distance: jax.Array, carry: Tree) -> Tree:
+        state, sums = carry
+        other = (own - distance) % shards
+        theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
+        state, their_sums = visit(state, their_sums, theirs, other)
+        return state, jax.tree.map(lambda x, new: x.at[other].set(new), sums, their_sums)
+
+    sums = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), sums)
+    state, sums = jax.lax.fori_loop(1, shards, body, (state, sums))
+    return state, sum_to_shards(sums)
+
+
+def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
+    """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
+    has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
+    own, shards = own_shard(), context_shards()
+
+    def hop(state: Tree, sums: Tree, theirs: Tree, distance: jax.Array | int) -> tuple[Tree, Tree]:
+        state, sums = visit(state, sums, theirs, (own - distance) % shards)
+        return state, to_next_shard(sums)
+
+    def body(carry: Tree, distance: jax.Array) -> Tree:
+        state, sums, theirs = carry
+        coming = to_next_shard(theirs)
+        state, sums = hop(state, sums, theirs, distance)
+        return (state, sums, coming), None
+
+    carry = (state, sums, to_next_shard(keys))
+    if shards > 2:
+        carry, _ = jax.lax.scan(body, carry, jnp.arange(1, shards - 1))
+    return hop(*carry, shards - 1)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "all_gather": _all_gather,
+    "ring": _ring,
+}
+"""How each shard's keys come to the others, by the value of context_parallel_strategy."""
+
+
+class Passes(NamedTuple):
+    """Attention's two passes on one device, whose first arguments are `options`.
+
+    Attributes:
+      forward: (queries, keys, values, documents, sinks or None) -> (context, log-partition).
+      backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, ...]]
+    options: tuple[Hashable, ...]
+
+
+def tiled_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+    *,
+    strategy: str,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
+    """`attention` for examples in context order, if the mesh in use splits T over its context axis.
+
+    Args:
+      strategy: one of STRATEGIES.
+    Raises:
+      KeyError: the strategy is unknown.
+    """
+    passes = Passes(_shard_forward, _shard_backward, (STRATEGIES[strategy], scoring))
+    return on_devices((q_BTNH, k_BSKH, v_BSKW, segment_BT), sink_N, passes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes) -> jax.Array:
+    """Context [B, T, N, W] of examples in context order, by each device's passes.
+
+    The backward pass keeps the arguments, the context and the log-partitions, each device its own part of them.
+
+    Args:
+      arguments: queries, keys, values and documents.
+    """
+    return _forward(arguments, sink_N, passes)[0]
+
+
+def _forward(
+    arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes
+) -> tuple[jax.Array, tuple[Tree, ...]]:
+    local = functools.partial(passes.forward, *passes.options)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
+    return context_BTNW, (arguments, context_BTNW, log_partition_BKGT1, sink_N)
+
+
+def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: jax.Array) -> tuple[Tree, jax.Array | None]:
+    arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
+    local = functools.partial(passes.backward, *passes.options)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
+    gradients = run(*arguments, context_BTNW, log_partition_BKGT1, g_BTNW)
+    return (*gradients, None), sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
+
+
+on_devices.defvjp(_forward, _backward)
+
+
+def _shard_forward(
+    strategy: Strategy,
+    scoring: Scoring,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """One device's context and log-partitions."""
+    layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
+    own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
+
+    def finds(keys: Keys) -> Any:
+        """The function that `Layout.fold` calls for tiles of these keys; it gives contexts and log-partitions."""
+
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
+            seen_keys = keys.part(key, strip.num_keys)
+            of_queries = part(own[2], query, strip.num_queries, axis=1)
+            seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
+
+        return find
+
+    def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
+        context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
+        both = merge((context_BKGTW, log_partition_BKGT1), found)
+        return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        rows = (*q_BKGTH.shape[:3], layout.tile)
+        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
+
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+        return layout.fold(layout.tiles_with(other), state, finds(Keys.of(*theirs)), add, nothing), sums
+
+    find = finds(Keys.of(*own))
+    state = layout.fold(layout.own_tiles()[1:], layout.of_each_query(find), find, add, nothing)
+    if context_shards() > 1:
+        state, _ = strategy(visit, state, own, ())
+    context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
+    context_BTNW = ungrouped(context_BKGTW.astype(q_BTNH.dtype))
+    return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
+
+
+def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+    """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
+    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
+    layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
+    own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))
+    log_partition_BKGT1 = layout.pad(log_partition_BKGT1, axis=3)
+    queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
+
+    def look(state: Tree, keys: BackwardKeys, tiles: Tree) -> Tree:
+        """`state`, dq and these keys' dk and dv, plus these tiles' terms."""
+
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
+            of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)
+            seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
+
+        def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
+            places = (query, key, key)
+            before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
+            sums = [x + new for x, new in zip(before, found, strict=True)]
+            return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
+
+        def nothing() -> Tree:
+            shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
+            return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+
+        return layout.fold(tiles, state, find, add, nothing)
+
+    def visit(dq_BKGTH: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+        dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
+        return dq_BKGTH, tuple(sums)
+
+    keys = BackwardKeys.of(*own)
+    zeros = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKWS.shape, jnp.float32)
+    dq_BKGTH = jnp.zeros(queries.q_BKGTH.shape, jnp.float32)
+    dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
+    if context_shards() > 1:
+        dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
+        own_sums = [one + others for one, others in zip(own_sums, sums, strict=True)]
+    results = ungrouped(dq_BKGTH.astype(dtype)), *(x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
+    return tuple(layout.unpad(x, axis=1) for x in results)
+
+
+def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:
+    return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)

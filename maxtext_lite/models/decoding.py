@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.models.tile import PLAIN, Scoring
+from maxtext_lite.models.attention import PLAIN, Scoring
 
 _QUERIES = 512
 

@@ -4,9 +4,10 @@ Their weights are those of the tables in `config.weights`. Each parameter knows 
 sharding follows.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,29 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind
-from maxtext_lite.config.weights import Weight, WeightTable, attention_weights, end_weights, mlp_weights, part_of
-from maxtext_lite.models.ops import Activation, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
-from maxtext_lite.models.ordered_sums import rows_at
+from maxtext_lite.config.weights import (
+    Weight,
+    WeightTable,
+    attention_weights,
+    end_weights,
+    expert_weights,
+    layer_weights,
+    mlp_weights,
+    part_of,
+)
+from maxtext_lite.models.decoding import CachedAttend
+from maxtext_lite.models.experts import DROPPED, ExpertShape, ExpertWeights, Router, dropless, route, with_capacity
+from maxtext_lite.models.ops import (
+    Activation,
+    Rotation,
+    layer_norm,
+    mlp_hidden,
+    project,
+    rms_norm,
+    rotate,
+    rows_at,
+    xielu,
+)
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain, gathered_for_use
 
@@ -293,3 +314,203 @@ class Head(nnx.Module):
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         declare(self, part_of(end_weights(shape), "head"), shape, rngs)
+
+
+_EPSILON = 1e-6  # of the latent vectors' norms, whatever the other norms have, as in the published code
+
+
+class LatentAttention(nnx.Module):
+    """Attention with queries, keys and values from latent vectors; the last dims of a head are rotated."""
+
+    query: nnx.Param | None = None
+    query_down: nnx.Param | None = None
+    query_up: nnx.Param | None = None
+    kv_down: nnx.Param
+    key_up: nnx.Param
+    value_up: nnx.Param
+    out: nnx.Param
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        widths, table = shape.latent, attention_weights(shape)
+        assert widths is not None
+        self.rank, self.plain, self.rotated = widths.kv_lora_rank, widths.qk_nope_head_dim, widths.qk_rope_head_dim
+        declare(self, table, shape, rngs)
+        shape = dataclasses.replace(shape, norm="rms_norm", norm_epsilon=_EPSILON)
+        self.query_down_norm = norm_in(table, "query_down_norm", shape)
+        self.kv_down_norm = Norm(shape, part_of(table, "kv_down_norm"))
+
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+        """The projected context [B, T, D], and what `attend` keeps."""
+        assert rotation is not None, "the config gives every layer of latent attention a rotation"
+
+        def named(projected_BTNH: jax.Array, name: str) -> jax.Array:
+            return checkpoint_name(constrain(projected_BTNH, HEADS_AXES), name)
+
+        if self.query_down is None or self.query_down_norm is None or self.query_up is None:
+            assert self.query is not None
+            q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
+        else:
+            query_BTD, down_BTD = projections(x_BTD, self.query_down, self.kv_down)
+            q_BTNH = project(self.query_down_norm(query_BTD), self.query_up)
+        q_BTNH = named(q_BTNH, "query_proj")
+        latent_BTD, shared_BTD = jnp.split(down_BTD, (self.rank,), axis=-1)
+        latent_BTD = self.kv_down_norm(latent_BTD)
+        plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
+        turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
+        if isinstance(attend, CachedAttend):
+            # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
+            asked_BTNH = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
+            q_BTNH = constrain(jnp.concatenate([asked_BTNH, turned_BTNH], axis=-1), HEADS_AXES)
+            k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)
+            found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
+            value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
+            context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
+            return attention_output(context_BTNH, self.out), kept
+        own_BTNH = named(project(latent_BTD, self.key_up), "key_proj")
+        v_BTNH = named(project(latent_BTD, self.value_up), "value_proj")
+        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*own_BTNH.shape[:3], self.rotated))
+        k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
+        q_BTNH = jnp.concatenate([plain_BTNH, turned_BTNH], axis=-1)
+        context_BTNH, kept = attend(constrain(q_BTNH, HEADS_AXES), k_BTNH, v_BTNH, None)
+        return attention_output(context_BTNH, self.out), kept
+
+
+class MixtureOfExperts(nnx.Module):
+    """Gated mlps, of which a router chooses a few for each token, and possibly one that all tokens share."""
+
+    router: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    shared_gate: nnx.Param | None = None
+    router_bias: nnx.Param | None = None
+    router_logit_bias: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
+
+    def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
+        self.experts = experts
+        declare(self, expert_weights(shape), shape, rngs)
+        self.shared = Mlp(shape, "S", rngs=rngs) if experts.shared_dim else None
+
+    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
+
+        Args:
+          real_BT: False for padding, which goes to no expert.
+          drop: apply the capacity, if there is one.
+        """
+        experts = self.experts
+        router = Router(self.router[...], *map(_array, (self.router_bias, self.router_logit_bias)))
+        routing = route(x_BTD, router, real_BT, experts)
+        biases = map(_array, (self.gate_bias, self.up_bias, self.down_bias))
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
+        aux = routing.aux
+        if experts.capacity_factor is None or not drop:
+            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
+        else:
+            y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
+            aux = aux | {DROPPED: dropped_B}
+        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
+        return y_BTD if self.shared is None else y_BTD + self._shared(self.shared, x_BTD), aux
+
+    def _shared(self, shared: Mlp, x_BTD: jax.Array) -> jax.Array:
+        """The shared expert's output."""
+        y_BTD = shared(x_BTD)
+        if self.shared_gate is None:
+            return y_BTD
+        gate_D1 = self.shared_gate[...].astype(jnp.float32)
+        gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
+        return (gate_BT1 * y_BTD.astype(jnp.float32)).astype(y_BTD.dtype)
+
+
+def _array(param: nnx.Param | None) -> jax.Array | None:
+    return None if param is None else param[...]
+
+
+class Block(Protocol):
+    """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
+
+    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), which decide
+    how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: a stack's
+    layers have parameters of the same shapes, and whatever else differs between layers comes from the caller.
+    """
+
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
+
+        Args:
+          rotation: of queries and keys, for the layer's kind; None: they are not rotated.
+          attend: the only access to other tokens, for the layer's kind. It maps queries, keys, values and sinks to the
+            context; with a cache it also returns the cache. A kind with a state beside the KV cache, as in a hybrid,
+            gets a function with the arguments of that kind, which returns a cache with the state as one more leaf: a
+            block passes on any tree.
+          real_BT: False for padding.
+          drop: apply the experts' capacity, if they have one.
+        """
+        ...
+
+
+BlockFactory = Callable[..., Block]
+"""(shape, *, rngs) -> a block with new parameters."""
+
+
+class DecoderLayer(nnx.Module):
+    """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
+    and is added to the stream.
+
+    Args:
+      attention: makes the layer's attention, from the shape.
+    """
+
+    def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
+        table = layer_weights(shape)
+        self.attention_norm = norm_in(table, "attention_norm", shape)
+        self.attention = attention(shape, rngs=rngs)
+        self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
+        self.mlp_norm = norm_in(table, "mlp_norm", shape)
+        if shape.experts is None:
+            self.mlp = Mlp(shape, rngs=rngs)
+        else:
+            self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
+        self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
+        self.parallel, self.multiplier = shape.parallel_block, shape.residual_multiplier
+
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
+
+        Args:
+          real_BT: False for padding; like `drop`, only experts use it (`MixtureOfExperts`).
+        """
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
+        first_BTD = _normed(self.attention_norm, x_BTD)
+        attended_BTD, kept = self.attention(first_BTD, rotation, attend)
+        before_BTD = x_BTD
+        x_BTD = self._plus(x_BTD, _normed(self.attention_post_norm, attended_BTD))
+        read_BTD = {"none": x_BTD, "one_norm": first_BTD, "two_norms": before_BTD}[self.parallel]
+        normed_BTD, aux = _normed(self.mlp_norm, read_BTD), {}
+        if isinstance(self.mlp, MixtureOfExperts):
+            y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
+        else:
+            y_BTD = self.mlp(normed_BTD)
+        return self._plus(x_BTD, _normed(self.mlp_post_norm, y_BTD)), kept, aux
+
+    def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """The stream plus a block's output."""
+        if self.multiplier != 1:  # which two bytes need not hold
+            y_BTD = (y_BTD.astype(jnp.float32) * self.multiplier).astype(y_BTD.dtype)
+        return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)
+
+
+def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
+    """The block of every family that a config describes."""
+    return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)

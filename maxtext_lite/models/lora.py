@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.config.weight_axes import halves
+from maxtext_lite.config.weights import halves
 from maxtext_lite.parallel import Params, Tree
 
 _OWN_KEY = int.from_bytes(b"LoRA")  # parameters' keys are folded with their numbers, from 0

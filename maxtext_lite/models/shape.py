@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from maxtext_lite.config import LayerKind, MlpKind, PositionTemperature, Quantization, RopeScaling
 from maxtext_lite.config.weights import ModelShape
 from maxtext_lite.models.attention import Scoring
+from maxtext_lite.models.experts import ExpertShape
 from maxtext_lite.models.lora import Lora
-from maxtext_lite.models.moe import ExpertShape
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.models.rotary import Rope, score_factor
 

@@ -26,9 +26,8 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.records import with_numbers
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.dropless import dropless
+from maxtext_lite.models.experts import ExpertWeights, dropless
 from maxtext_lite.models.layers import HEADS_AXES
-from maxtext_lite.models.moe import ExpertWeights
 from maxtext_lite.models.ops import TOKENS, project_array
 from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
 from maxtext_lite.parallel import (

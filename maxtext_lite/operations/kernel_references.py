@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.ops import Activation, mlp_hidden
-from maxtext_lite.models.tile import Scoring
 
 _MOST_QUERIES = 512  # with scores in memory at a time
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.shown import TracedSteps
+from maxtext_lite.config.keys import TracedSteps
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.hooks import Hook

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from maxtext_lite.config.observers import EXIT_HANGS, Phase
+from maxtext_lite.config.phases import EXIT_HANGS, Phase
 
 COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
 """Phases without a limit while the process computes: nobody knows how long XLA compiles."""

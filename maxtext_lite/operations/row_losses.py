@@ -11,7 +11,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.phases import phases
 from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_tokenizer
 from maxtext_lite.data.excluded import left_out
-from maxtext_lite.data.mixture_source import ids_of_run
+from maxtext_lite.data.mixture import ids_of_run
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
-from maxtext_lite.data.mixture_history import Mixture
-from maxtext_lite.data.mixture_of_run import in_run
+from maxtext_lite.data.mixture import Mixture, in_run
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps

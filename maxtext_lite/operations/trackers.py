@@ -19,8 +19,8 @@ from typing import Any
 from maxtext_lite.batching import format_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, without_secrets, writing
+from maxtext_lite.config.keys import tracker_names
 from maxtext_lite.config.records import as_object
-from maxtext_lite.config.shown import tracker_names
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from maxtext_lite.config.observers import Observer, Phase
+from maxtext_lite.config.phases import Observer, Phase
 from maxtext_lite.operations.progress import (
     COMPUTES,
     ENDS_WELL,

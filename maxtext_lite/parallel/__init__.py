@@ -1,27 +1,5 @@
 """The device mesh, and the one table of the mesh axes over which arrays are laid out."""
 
-from maxtext_lite.parallel.axes import (
-    AS_IT_IS,
-    Params,
-    Tree,
-    TreePath,
-    also_over_data,
-    axes_in_use,
-    constrain,
-    gathered_for_use,
-    num_shards,
-    over_all_devices,
-    over_experts,
-    over_replicas,
-    over_shards,
-    over_stages,
-    per_replica,
-    sharding,
-    tree_shardings,
-    with_dims,
-)
-from maxtext_lite.parallel.between_hosts import bytes_of_host, exchange, make_any_host, on_first_host, value_of_host
-from maxtext_lite.parallel.collectives import exchanged, gathered, largest, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
     chunks_of,
@@ -35,14 +13,46 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.distributed import (
+from maxtext_lite.parallel.hosts import (
     accelerator_of,
+    bytes_of_host,
     devices_share_threads,
     end_soon,
+    exchange,
+    make_any_host,
+    on_first_host,
     simulated_devices,
     start_devices,
+    value_of_host,
 )
-from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
+from maxtext_lite.parallel.mesh import (
+    AS_IT_IS,
+    MESH_AXES,
+    Params,
+    Tree,
+    TreePath,
+    also_over_data,
+    axes_in_use,
+    constrain,
+    exchanged,
+    gathered,
+    gathered_for_use,
+    largest,
+    make_mesh,
+    num_shards,
+    over_all_devices,
+    over_experts,
+    over_replicas,
+    over_shards,
+    over_stages,
+    per_replica,
+    scattered_sum,
+    shard_index,
+    sharding,
+    summed,
+    tree_shardings,
+    with_dims,
+)
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, Tree, constrain, num_shards
+from maxtext_lite.parallel.mesh import MESH_AXES_OF, LogicalAxes, Tree, constrain, num_shards
 
 CHUNKS_PER_SHARD = 2
 """An early and a late chunk; the tokens of an example are a multiple of this times the shards."""

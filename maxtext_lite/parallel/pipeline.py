@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.parallel.axes import Tree, constrain, num_shards, over_stages
+from maxtext_lite.parallel.mesh import Tree, constrain, num_shards, over_stages
 
 StageFunction = Callable[[Tree, Tree], Tree]
 """(parameters of a stack of layers, rows) -> rows, a tree of the same shapes."""

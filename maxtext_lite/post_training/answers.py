@@ -11,8 +11,8 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import counted
-from maxtext_lite.data.examples import Source, check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
+from maxtext_lite.data.order import Source, check_id, num_held_out
+from maxtext_lite.data.rows import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
 from maxtext_lite.data.text_encoder import LONGEST_TAIL, TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer

@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
-from maxtext_lite.config.field_types import (
+from maxtext_lite.config.keys import KEYS, Config, SourceList, keys_of, listed
+from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.types import (
     AtLeastOne,
     AtLeastTwo,
     Count,
@@ -30,10 +32,6 @@ from maxtext_lite.config.field_types import (
     Temperature,
     Text,
 )
-from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.schema import KEYS, Config, keys_of
-from maxtext_lite.config.sections import listed
-from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.violation import Violation, divisors, one_of, unused, violates
 
 RL_DATASETS = ("prompts", "arithmetic")

@@ -1,6 +1,6 @@
 """The data and the objectives of post-training, as the config and the plan know them. Imports no jax."""
 
-from maxtext_lite.config.kinds import ObjectiveKind, SourceKind
+from maxtext_lite.config.keys import ObjectiveKind, SourceKind
 
 ANSWERS = SourceKind("maxtext_lite.post_training.answers:open_answers", "answers", is_mixable=True, has_turns=True)
 PAIRS = SourceKind("maxtext_lite.post_training.answers:open_answers", "pairs", has_turns=True, fields=("reference",))

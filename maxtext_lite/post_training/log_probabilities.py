@@ -24,7 +24,7 @@ from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.prompts import PromptSource
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
-from maxtext_lite.training.outputs import forward
+from maxtext_lite.training.loss import forward
 from maxtext_lite.training.parameter_files import load_parameters, save_parameters
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import StepParts, TrainState, make_decoder

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.loss import LossSums, Outputs, auxiliary_metrics, target_tokens
 from maxtext_lite.training.objective import OneRowExamples
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens
 
 ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"

@@ -16,12 +16,11 @@ import numpy as np
 
 from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.data import REFERENCE
-from maxtext_lite.models.ordered_sums import sums_at
+from maxtext_lite.models.ops import sums_at
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.loss import LossSums, Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 from maxtext_lite.training.objective import Reduction
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")

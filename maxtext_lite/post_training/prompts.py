@@ -15,8 +15,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
-from maxtext_lite.data.examples import Source, check_id, num_held_out
-from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.order import Source, check_id, example_ids, num_held_out
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer

@@ -12,10 +12,9 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.packing import FIELDS, Rows, count_by_length
-from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
+from maxtext_lite.data.prepared import RecordStream, open_prepared, verify
+from maxtext_lite.data.rows import FIELDS, FittedRows, IndexPlace, Rows, count_by_length, rows_of
 from maxtext_lite.data.text_encoder import spelled_notes
-from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.keys import InspectConfig
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from maxtext_lite.config.errors import WrongType
-from maxtext_lite.config.field_types import (
+from maxtext_lite.config.types import (
     AutoOrFlag,
     Count,
     CountOrMinusOne,

@@ -15,12 +15,11 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import check_file, read_object, user_path
-from maxtext_lite.config.kinds import SourceKind
-from maxtext_lite.data.manifest import size_and_ends
-from maxtext_lite.data.row_index import ABOUT, IndexPlace
+from maxtext_lite.config.keys import SourceKind
+from maxtext_lite.data.prepared import map_array, size_and_ends
+from maxtext_lite.data.rows import ABOUT, IndexPlace
 from maxtext_lite.data.sources import Opened, open_rows
 from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.data.token_stream import map_array
 from maxtext_lite.data.tokenizer import Tokenizer
 
 MEGATRON = SourceKind("maxtext_lite.preparation.megatron:open_megatron_rows", is_mixable=True)

@@ -21,10 +21,9 @@ from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.documents import BadLine, DocumentReader
-from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
+from maxtext_lite.data.prepared import TOKENS_PER_RECORD, Shard, content_of, stored_shard, token_dtype
 from maxtext_lite.data.tasks import InputFile, Task
 from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.data.token_stream import content_of
 from maxtext_lite.preparation.keys import PrepareConfig
 
 _OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records

@@ -4,19 +4,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from maxtext_lite.training.custom_loss import Loss, Predictions
     from maxtext_lite.training.hooks import Callback, Hook, LossSpike, NonFiniteLoss
     from maxtext_lite.training.loop import RunResult, train
+    from maxtext_lite.training.objective import Loss, Predictions
 
 __all__ = ["Callback", "Hook", "Loss", "LossSpike", "NonFiniteLoss", "Predictions", "RunResult", "train"]
 
 _MODULES = {
     "Callback": "hooks",
     "Hook": "hooks",
-    "Loss": "custom_loss",
+    "Loss": "objective",
     "LossSpike": "hooks",
     "NonFiniteLoss": "hooks",
-    "Predictions": "custom_loss",
+    "Predictions": "objective",
     "RunResult": "loop",
     "train": "loop",
 }

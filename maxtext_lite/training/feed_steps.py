@@ -22,11 +22,10 @@ from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_bat
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.executables import Executables, raising_out_of_memory
+from maxtext_lite.training.compile import Executables, ProgramMemory, raising_out_of_memory
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.metrics import Terminal, evaluation_text
 from maxtext_lite.training.objective import ScoredObjective
-from maxtext_lite.training.program_memory import ProgramMemory
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import (

@@ -18,8 +18,7 @@ from maxtext_lite.parallel import (
 )
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
-from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import forward, zero_sums
+from maxtext_lite.training.loss import LossSums, forward, zero_sums
 from maxtext_lite.training.state import StepParts, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
 from maxtext_lite.parallel import Flight, Params, constrain, num_shards, over_replicas
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, TokenSplit
+from maxtext_lite.training.loss import LossSums, Outputs, TokenSplit
 from maxtext_lite.training.state import StepParts
 
 Sums = TypeVar("Sums")

@@ -13,21 +13,20 @@ import optax
 
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.observers import observers
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.phases import phases
+from maxtext_lite.config.phases import observers, phases
 from maxtext_lite.config.status_line import status_line
 from maxtext_lite.data import Examples
-from maxtext_lite.data.mixture_of_run import nothing_left
+from maxtext_lite.data.mixture import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.custom_loss import Loss
-from maxtext_lite.training.executables import OutOfMemory
+from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, hooks_of
 from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun

@@ -14,7 +14,7 @@ from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.config.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.config.status_line import status_line
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.console import command_signals
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 

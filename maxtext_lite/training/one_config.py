@@ -7,8 +7,8 @@ import jax
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import full_text, value_text, without_secrets
+from maxtext_lite.config.keys import SourceList
 from maxtext_lite.config.phases import phases
-from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.parallel.coordination import put_text, wait_for_text
 from maxtext_lite.training.run_files import package_versions
 

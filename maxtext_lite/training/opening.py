@@ -13,11 +13,11 @@ from maxtext_lite.config import Config, Refusal, UserError, registry
 from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
-from maxtext_lite.data.mixture_of_run import in_run, steps_left
+from maxtext_lite.data.mixture import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
-from maxtext_lite.training.custom_loss import CustomLoss, Loss, custom_loss
+from maxtext_lite.training.objective import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.one_config import require_one_config
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import CONFIGURED, OwnParts

@@ -20,7 +20,7 @@ from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
-from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
@@ -32,11 +32,14 @@ from maxtext_lite.training.checkpoint import (
     CheckpointReader,
     Counts,
     fingerprint,
+    moved_batch,
+    moved_schedule,
+    with_start,
 )
-from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
+from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, reader_of
 from maxtext_lite.training.run_files import (
@@ -48,7 +51,6 @@ from maxtext_lite.training.run_files import (
     write_json,
 )
 from maxtext_lite.training.starting_over import check_removable, remove_run
-from maxtext_lite.training.starts import moved_batch, moved_schedule, with_start
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,

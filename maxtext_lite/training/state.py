@@ -27,11 +27,17 @@ from maxtext_lite.parallel import (
     tree_shardings,
     with_dims,
 )
-from maxtext_lite.training.accumulate import GradientAccumulation, master_of
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
 from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
-from maxtext_lite.training.optimizer import OptimizerFactory, Progress, make_optimizer, own_optimizer
+from maxtext_lite.training.optimizer import (
+    GradientAccumulation,
+    OptimizerFactory,
+    Progress,
+    make_optimizer,
+    master_of,
+    own_optimizer,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,12 @@ from maxtext_lite.parallel import (
     sharding,
     tree_shardings,
 )
-from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
+from maxtext_lite.training.loss import AUXILIARY_METRICS, forward
 from maxtext_lite.training.objective import Objective, ScoredObjective
-from maxtext_lite.training.optimizer import Progress, Schedule
-from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
+from maxtext_lite.training.optimizer import LossScaleState, Progress, Schedule, master_of, with_master
 from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")

@@ -8,7 +8,7 @@ from types import FrameType
 import jax
 from jax.sharding import Mesh
 
-from maxtext_lite.console.signals import NUMBERS, command_signals
+from maxtext_lite.console import NUMBERS, command_signals
 from maxtext_lite.parallel import devices_share_threads, make_any_host
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.analysis import program_difference as against
-from maxtext_lite.analysis.hlo_text import parse
-from maxtext_lite.analysis.hlo_work import KernelCalls
+from maxtext_lite.analysis.hlo import KernelCalls, parse
 from maxtext_lite.analysis.program import Traffic
 from maxtext_lite.analysis.ranking import rank
 from maxtext_lite.batching import Topology

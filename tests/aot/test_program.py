@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_lite.analysis.activations import activation_lines
 from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.analysis.memory import activation_lines
 from maxtext_lite.analysis.program import compile_program, total_traffic
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config

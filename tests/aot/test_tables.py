@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxtext_lite.analysis.hlo_work import KernelCalls, ProgramWork
+from maxtext_lite.analysis.hlo import KernelCalls, ProgramWork
 from maxtext_lite.analysis.program_tables import time_lines
-from maxtext_lite.analysis.roofline import roofline
+from maxtext_lite.analysis.step_time import roofline
 from maxtext_lite.batching.devices import device_named
 
 

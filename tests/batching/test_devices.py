@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from maxtext_lite.analysis.roofline import roofline
+from maxtext_lite.analysis.step_time import roofline
 from maxtext_lite.batching.devices import (
     DEVICES,
     Device,

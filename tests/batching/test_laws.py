@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from maxtext_lite.analysis.advice import batch_size_advice
 from maxtext_lite.analysis.laws import (
     BATCH_LAWS,
     RATE_LAWS,
@@ -12,6 +11,7 @@ from maxtext_lite.analysis.laws import (
     Interval,
     adam_b2,
     batch_interval,
+    batch_size_advice,
     rate_interval,
     timescale,
     warmup_steps,

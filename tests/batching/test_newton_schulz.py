@@ -4,7 +4,7 @@ optimizer=muon has more than one with adamw."""
 import pytest
 import yaml
 
-from maxtext_lite.analysis.newton_schulz import orthogonalized
+from maxtext_lite.analysis.step_time import orthogonalized
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config import load_config
 from tests.source_tree import REPOSITORY

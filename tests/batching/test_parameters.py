@@ -18,7 +18,7 @@ from maxtext_lite.batching.parameters import (
 from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
-from maxtext_lite.parallel.axes import partition_spec
+from maxtext_lite.parallel.mesh import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES

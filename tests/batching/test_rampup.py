@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.rampup import RampupBatchManager
+from maxtext_lite.batching.schedule import RampupBatchManager
 
 
 def replay(num_devices, start, target, increment, samples, accumulation, num_steps):

@@ -13,7 +13,7 @@ from maxtext_lite.analysis.step_time import StepModel, flops_of_example
 from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.batching import Topology, wants_solving
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.solve import resolve
+from maxtext_lite.batching.plan import resolve
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
 

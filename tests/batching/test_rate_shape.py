@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.batching import make_plan
-from maxtext_lite.batching.rate_shape import decay, warm_up
+from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import load_config
 
 KEYS = (

@@ -9,7 +9,7 @@ from maxtext_lite import load_config, make_plan
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
 from maxtext_lite.batching import Topology, flops_per_example
 from maxtext_lite.batching.devices import Device
-from maxtext_lite.batching.solve import resolve
+from maxtext_lite.batching.plan import resolve
 from tests.source_tree import REPOSITORY
 
 ROWS_OF_TABLE = yaml.load(

@@ -6,7 +6,8 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError, kinds, load_config, registry
+from maxtext_lite.config import UserError, load_config, registry
+from maxtext_lite.config import keys as kinds
 from maxtext_lite.data.sources import SyntheticSource, example_shape, open_sources
 from maxtext_lite.training.objective import NextToken, objective_of
 

@@ -14,10 +14,9 @@ from maxtext_lite.config import (
     load_config,
     single_path,
 )
-from maxtext_lite.config.shown import require_trackers, tracker_names
-from maxtext_lite.config.source_list import name_of_path
+from maxtext_lite.config.keys import name_of_path, require_trackers, tracker_names
 from maxtext_lite.config.violation import divisors_of, multiples, one_of
-from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_value
+from maxtext_lite.config.yaml import is_one_scalar, parse_mapping, parse_value
 
 
 def value_of(word, file=None):

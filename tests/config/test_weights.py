@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from maxtext_lite.config import Mla, adapted_weights, load_config
-from maxtext_lite.config.model_rules import adaptable_weights
-from maxtext_lite.config.weight_axes import num_parts
+from maxtext_lite.config.rules import adaptable_weights
 from maxtext_lite.config.weights import (
     ExpertSizes,
     ModelShape,
     layer_weights,
+    num_parts,
     stacks_of,
 )
 

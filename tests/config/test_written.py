@@ -16,8 +16,8 @@ from maxtext_lite.config import (
     write_resolved,
 )
 from maxtext_lite.config.errors import setting_text
-from maxtext_lite.config.field_types import exact
 from maxtext_lite.config.load import read_config
+from maxtext_lite.config.types import exact
 from maxtext_lite.config.whole_file import steps_in, write_whole
 
 RL = "configs/post_train/rl.yml"

@@ -11,8 +11,7 @@ from maxtext_lite.data.excluded import (
     excluded_ids,
     read_excluded,
 )
-from maxtext_lite.data.mixture_history import SourcePart
-from maxtext_lite.data.mixture_source import MixtureSource
+from maxtext_lite.data.mixture import MixtureSource, SourcePart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,14 @@ from fsspec.implementations.memory import MemoryFile
 from maxtext_lite.config import UserError
 from maxtext_lite.data import fetched
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
-from maxtext_lite.data.token_stream import open_prepared
+from maxtext_lite.data.prepared import (
+    CACHE_VARIABLE,
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    file_sha256,
+    open_prepared,
+)
 from tests.prepared import byte_shards, write_prepared
 from tests.stores import Memory
 

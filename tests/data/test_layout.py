@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext_lite.data.layout import row_layout
+from maxtext_lite.data.feed import row_layout
 
 T = 4
 

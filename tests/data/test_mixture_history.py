@@ -3,12 +3,7 @@ import dataclasses
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.mixture_history import (
-    RowStream,
-    SourcePart,
-    continued,
-    history_of,
-)
+from maxtext_lite.data.mixture import RowStream, SourcePart, continued, history_of
 from maxtext_lite.data.order import FILE_ORDER
 from tests.mixture_trials import try_history
 

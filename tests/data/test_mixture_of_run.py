@@ -2,13 +2,14 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.mixture_of_run import (
+from maxtext_lite.data.mixture import (
+    MixtureSource,
     in_run,
     mixture_sentences,
     mixture_table,
+    parts_of,
     steps_left,
 )
-from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 from tests.data.test_feed import NumberedSource
 
 SIZES = {"a": 20, "b": 100}

@@ -6,8 +6,9 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import named_sources, open_mixture, open_sources
-from maxtext_lite.data.mixture_history import RowStream, history_of
-from maxtext_lite.data.mixture_source import (
+from maxtext_lite.data.mixture import (
+    RowStream,
+    history_of,
     ids_of_run,
     target_tokens_between,
 )

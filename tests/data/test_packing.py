@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.data.packing import DocumentRows, PackedRows, build_row, fill_rows
+from maxtext_lite.data.rows import DocumentRows, PackedRows, build_row, fill_rows
 
 END = 99
 # Three documents: 1 2 3, then 4, then 5 6 7 8 9; each with its end-of-text token.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data import row_index
-from maxtext_lite.data.cache import CACHE_VARIABLE
-from maxtext_lite.data.row_index import IndexPlace, rows_of
+from maxtext_lite.data import rows as row_index
+from maxtext_lite.data.prepared import CACHE_VARIABLE
+from maxtext_lite.data.rows import IndexPlace, rows_of
 
 
 def stream_of(lengths):

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import (
-    mixture_source,
-    named_sources,
-    sources_on_hosts,
-)
+from maxtext_lite.data import mixture as mixture_source
+from maxtext_lite.data import named_sources, sources_on_hosts
 from maxtext_lite.data.sources_on_hosts import (
     open_sources_on_hosts,
 )

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data import token_stream
-from maxtext_lite.data.manifest import (
+from maxtext_lite.data import prepared as token_stream
+from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     Manifest,
+    RecordStream,
     Shard,
     manifest_text,
-    read_manifest,
-)
-from maxtext_lite.data.token_stream import (
-    RecordStream,
     open_prepared,
+    read_manifest,
     verify,
 )
 from tests.prepared import byte_shards, write_prepared

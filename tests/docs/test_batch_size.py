@@ -9,8 +9,8 @@ from maxtext_lite.analysis.laws import BATCH_LAWS, Budget
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.post_training.keys import RLRunConfig
-from maxtext_lite.training.accumulate import loss_scaling
 from maxtext_lite.training.noise import NoiseScale
+from maxtext_lite.training.optimizer import loss_scaling
 from tests.source_tree import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "batch_size.md").read_text(encoding="utf-8")

@@ -9,11 +9,10 @@ import pytest
 
 from maxtext_lite.batching import MESH_AXES
 from maxtext_lite.cli import run_command
-from maxtext_lite.config.model_parts import ROPE_ENTRIES
-from maxtext_lite.config.sections import REMAT_POLICIES
+from maxtext_lite.config.keys import REMAT_POLICIES, ROPE_ENTRIES
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.maxtext import maxtext_defaults
-from maxtext_lite.hf.positions import _SCALINGS
+from maxtext_lite.hf.parts import _SCALINGS
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.post_training.keys import SHIPPED_REWARDS, RLRunConfig
 from maxtext_lite.preparation.keys import PrepareConfig

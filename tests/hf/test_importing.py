@@ -12,14 +12,13 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf import export
-from maxtext_lite.hf.config import config_json, model_keys
-from maxtext_lite.hf.export import export_model, export_parameters
+from maxtext_lite.hf import weights as export
+from maxtext_lite.hf.config_json import config_json, model_keys
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import same_architecture
-from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.model_directory import hf_config
-from maxtext_lite.hf.tables import TABLES
+from maxtext_lite.hf.names import TABLES
+from maxtext_lite.hf.weights import export_model, export_parameters, load_hf_parameters
 from maxtext_lite.parallel import (
     MESH_AXES,
     exchange,
@@ -354,7 +353,7 @@ def test_what_one_host_refuses_all_refuse(llama, monkeypatch):
         told.append(problems)
         return [problems, ["there/model.safetensors: x holds NaN or infinite numbers."]]
 
-    monkeypatch.setattr("maxtext_lite.hf.importing.exchange", exchange)
+    monkeypatch.setattr("maxtext_lite.hf.weights.exchange", exchange)
     with pytest.raises(UserError, match=r"^there/model"):
         load(llama)
     (llama / "model.safetensors").write_bytes(b"")

@@ -11,9 +11,9 @@ import safetensors.numpy
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.adapter import adapter_of
-from maxtext_lite.hf.config import model_keys
-from maxtext_lite.hf.entries import flat
+from maxtext_lite.hf.config_json import model_keys
 from maxtext_lite.hf.model_directory import directory_config
+from maxtext_lite.hf.names import flat
 from maxtext_lite.hf.peft import export_adapters, read_peft_adapters
 from maxtext_lite.inference.sampler import load_on_mesh
 from maxtext_lite.models import Decoder, Lora

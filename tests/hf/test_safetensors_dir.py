@@ -12,8 +12,13 @@ import safetensors
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
-from maxtext_lite.hf.copying import aligned_empty, is_finite
-from maxtext_lite.hf.safetensors_dir import SafetensorsDir, Tensor, write_safetensors
+from maxtext_lite.hf.safetensors import (
+    SafetensorsDir,
+    Tensor,
+    aligned_empty,
+    is_finite,
+    write_safetensors,
+)
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -14,9 +14,9 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.hf.chat import ChatTemplate
-from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.stop_tokens import stop_ids_of
+from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.post_training.prompts import open_prompts
 from maxtext_lite.training.state import make_decoder

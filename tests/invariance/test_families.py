@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf.config import config_json
+from maxtext_lite.hf.config_json import config_json
 from maxtext_lite.hf.model_directory import hf_config
 from tests.hf.test_importing import (
     POSITIONS,

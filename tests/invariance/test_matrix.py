@@ -27,8 +27,8 @@ from maxtext_lite.models import (
     merged,
 )
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.training.custom_loss import CustomLoss, Predictions
 from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training.objective import CustomLoss, Predictions
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
 from tests import responses

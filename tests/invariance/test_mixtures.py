@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data import example_ids, open_mixture
-from maxtext_lite.data.mixture_source import parts_of
+from maxtext_lite.data.mixture import parts_of
 from maxtext_lite.training import train
 from tests.conftest import use_one_device
 from tests.invariance.conftest import MODEL

@@ -12,7 +12,7 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import feed
-from maxtext_lite.data.layout import row_layout
+from maxtext_lite.data.feed import row_layout
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.step import TRAIN_BATCH_AXES

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer

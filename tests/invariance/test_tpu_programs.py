@@ -8,8 +8,7 @@ import functools
 import pytest
 
 from maxtext_lite.analysis.described import topology_devices
-from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.analysis.hlo_text import Module, parse
+from maxtext_lite.analysis.hlo import Module, collectives, parse
 from maxtext_lite.analysis.program import Program, compile_program
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config

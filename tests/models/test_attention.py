@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.kernels import mosaic, splash_blocks
+from maxtext_lite.kernels import mosaic
+from maxtext_lite.kernels import splash as splash_blocks
 from maxtext_lite.kernels.cudnn import cudnn_masked_attention, mha_attention
 from maxtext_lite.kernels.mosaic import mosaic_attention
-from maxtext_lite.kernels.splash import splash_attention
-from maxtext_lite.kernels.splash_blocks import MostTokens
-from maxtext_lite.models import Scoring, tile_layout
+from maxtext_lite.kernels.splash import MostTokens, splash_attention
+from maxtext_lite.models import Scoring
 from maxtext_lite.models import attention as attention_module
-from maxtext_lite.models.attention import attention
-from maxtext_lite.models.tiled_attention import tiled_attention
+from maxtext_lite.models import attention as tile_layout
+from maxtext_lite.models.attention import attention, tiled_attention
 from maxtext_lite.operations.kernel_references import plain_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas
 from tests.models import exact

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config.sections import (
-    PROJECTIONS,
-    QKV,
-    REMAT_TENSORS,
-    Remat,
-)
+from maxtext_lite.config.keys import PROJECTIONS, QKV, REMAT_TENSORS, Remat
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
 
 SHAPE = DecoderShape(

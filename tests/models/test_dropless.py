@@ -10,8 +10,7 @@ import pytest
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import ExpertShape
-from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
-from maxtext_lite.models.moe import ExpertWeights
+from maxtext_lite.models.experts import FURTHER_ROUNDS, ExpertWeights, dropless
 from maxtext_lite.parallel import (
     MESH_AXES,
     make_mesh,

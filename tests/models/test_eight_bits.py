@@ -17,9 +17,7 @@ from flax import nnx
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.kernels.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models import ExpertShape
-from maxtext_lite.models.capacity import with_capacity
-from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.moe import ExpertWeights, Routing
+from maxtext_lite.models.experts import ExpertWeights, Routing, dropless, with_capacity
 from maxtext_lite.models.ops import number_format, project
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, sharding
 from tests.models import exact

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.kernels.grouped_matmul import on_hopper, on_tpu
-from maxtext_lite.models.grouped_matmul import (
+from maxtext_lite.models.experts import (
     grouped_matmul,
     grouped_matmul_transposed,
     in_blocks,

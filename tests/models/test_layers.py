@@ -9,14 +9,14 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from maxtext_lite.models import DecoderLayer, DecoderShape, root_key
+from maxtext_lite.models.decoder import layer_of
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Embedding,
     projections,
 )
-from maxtext_lite.models.stacks import layer_of
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.parallel.axes import partition_spec
+from maxtext_lite.parallel.mesh import partition_spec
 
 SHAPE = DecoderShape(
     vocab_size=11,

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from maxtext_lite.models import BALANCE, EXPERT_COUNTS, ROUTER_Z, ExpertShape
-from maxtext_lite.models.capacity import expert_capacity, with_capacity
-from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.moe import ExpertWeights, Router, route
+from maxtext_lite.models.experts import (
+    ExpertWeights,
+    Router,
+    dropless,
+    expert_capacity,
+    route,
+    with_capacity,
+)
 from maxtext_lite.operations.kernel_references import plain_experts
 from tests.models import exact
 from tests.models.exact import assert_close

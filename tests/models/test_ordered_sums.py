@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.ordered_sums import _in_order, rows_at
+from maxtext_lite.models.ops import _in_order, rows_at
 from tests.gpu import unordered_sums
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.kernels import mosaic, splash_blocks
+from maxtext_lite.kernels import mosaic
+from maxtext_lite.kernels import splash as splash_blocks
 from maxtext_lite.kernels.mosaic import mosaic_attention
-from maxtext_lite.kernels.splash import splash_attention
-from maxtext_lite.kernels.splash_blocks import MostTokens
-from maxtext_lite.models import Scoring, tile_layout
+from maxtext_lite.kernels.splash import MostTokens, splash_attention
+from maxtext_lite.models import Scoring
+from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
 from tests.models import exact

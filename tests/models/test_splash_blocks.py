@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask_info as mask_info,
 )
 
-from maxtext_lite.kernels.splash_blocks import (
+from maxtext_lite.kernels.splash import (
     MOST_TOKENS,
     CausalMask,
     FullMask,

@@ -6,13 +6,15 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel import (
-    between_hosts,
     bytes_of_host,
     exchange,
     make_any_host,
     make_mesh,
     on_first_host,
     value_of_host,
+)
+from maxtext_lite.parallel import (
+    hosts as between_hosts,
 )
 from maxtext_lite.parallel.mesh import MESH_AXES
 from tests.parallel.wire import NUM_HOSTS, joined_hosts

@@ -3,8 +3,8 @@
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel import cluster
-from maxtext_lite.parallel.cluster import ProcessInfo, process_info
+from maxtext_lite.parallel import hosts as cluster
+from maxtext_lite.parallel.hosts import ProcessInfo, process_info
 
 
 def told(environment, **options):

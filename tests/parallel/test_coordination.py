@@ -19,7 +19,7 @@ PROGRAM = """
 import os, pathlib, signal, sys
 from maxtext_lite.cli import run_command
 from maxtext_lite.parallel import exchange, start_devices
-from maxtext_lite.config.observers import observers
+from maxtext_lite.config.phases import observers
 from maxtext_lite.operations.watchdog import watchdog
 def main(argv):
     watchdog.start(300)

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel import distributed, start_devices
+from maxtext_lite.parallel import hosts as distributed
+from maxtext_lite.parallel import start_devices
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 

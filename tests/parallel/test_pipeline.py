@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.analysis.hlo_text import parse
+from maxtext_lite.analysis.hlo import collectives, parse
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
 
 AXES = {"x": ("batch", None), "label": ("batch",)}

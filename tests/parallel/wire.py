@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import between_hosts
+from maxtext_lite.parallel import hosts as between_hosts
 
 NUM_HOSTS = 3
 

@@ -11,7 +11,7 @@ from tests.source_tree import REPOSITORY
 PROGRAM = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from maxtext_lite.console.leaving import abandon, leave
+from maxtext_lite.console import abandon, leave
 
 pool, begun, may_end = ThreadPoolExecutor(1), threading.Event(), threading.Event()
 pool.submit(int).result()

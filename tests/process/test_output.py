@@ -11,7 +11,7 @@ PLAN = f"{sys.executable} -m maxtext_lite.plan"
 TRAIN = (
     f"{sys.executable} -c 'import sys, time\n"
     "from maxtext_lite.cli import run_command\n"
-    "from maxtext_lite.console.output import go_on_without_stdout\n"
+    "from maxtext_lite.console import go_on_without_stdout\n"
     "def main(argv):\n"
     "    go_on_without_stdout()\n"
     "    for step in range(3):\n"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from maxtext_lite.config.observers import Observer
-from maxtext_lite.config.phases import PhaseClock
+from maxtext_lite.config.phases import Observer, PhaseClock
 
 
 class Watched(Observer):

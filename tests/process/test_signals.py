@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from maxtext_lite.console import signals
-from maxtext_lite.console.signals import (
+from maxtext_lite import console as signals
+from maxtext_lite.console import (
     NUMBERS,
     CommandSignals,
     command_signals,
@@ -115,7 +115,7 @@ def test_a_mere_import_leaves_signals_alone():
 
 IN_C = """
 import ctypes, os, signal, sys
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.console import command_signals
 command_signals.install()
 child = os.fork()
 if not child:  # ends as any process does, without a word to its parent

@@ -1,4 +1,4 @@
-from maxtext_lite.analysis.advice import batch_size_advice
+from maxtext_lite.analysis.laws import batch_size_advice
 from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.analysis.summary import NONE, advice, summary
 from tests.run_directories import eval_line, step_line, write_metrics, write_run

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.models import DecoderShape
-from maxtext_lite.training.outputs import WHOLE, Outputs
+from maxtext_lite.training.loss import WHOLE, Outputs
 from tests.responses import (
     GRPO,
     LONGEST,

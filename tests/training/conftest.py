@@ -14,13 +14,16 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
-from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
-from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.training.optimizer import (
+    GradientAccumulation,
+    learning_rate_schedule,
+    make_optimizer,
+)
 from maxtext_lite.training.state import (
     StepParts,
     abstract_state,

@@ -6,12 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_lite.training.accumulate import (
-    GradientAccumulation,
-    LossScaling,
-    master_of,
-)
 from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training.optimizer import GradientAccumulation, LossScaling, master_of
 from tests.training.conftest import norm
 
 PARAMS = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(3.0)}

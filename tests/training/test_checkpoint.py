@@ -17,7 +17,8 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, sharding
-from maxtext_lite.training import manifest, saving
+from maxtext_lite.training import saving
+from maxtext_lite.training import saving as manifest
 from maxtext_lite.training.checkpoint import (
     Checkpointer,
     CheckpointReader,

@@ -7,7 +7,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.compilation_cache import (
+from maxtext_lite.training.compile import (
     DIRECTORY,
     keep_compiled,
     num_found,

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_lite.analysis import equivalence
-from maxtext_lite.analysis.equivalence import verdicts
-from maxtext_lite.analysis.shrunk import Split
+from maxtext_lite.analysis import equiv as equivalence
+from maxtext_lite.analysis.equiv import Split, verdicts
 from maxtext_lite.config import UserError
 from maxtext_lite.training.gradients import GradientLoop
 from tests.conftest import use_one_device

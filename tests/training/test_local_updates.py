@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.training.accumulate import master_of, with_master
 from maxtext_lite.training.local_updates import LocalUpdates
+from maxtext_lite.training.optimizer import master_of, with_master
 from maxtext_lite.training.step import make_summarise, make_synchronise
 from tests.training.conftest import LENGTH
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.data import open_sources
-from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.gradients import GradientLoop

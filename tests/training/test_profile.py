@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxtext_lite.config.shown import TracedSteps
+from maxtext_lite.config.keys import TracedSteps
 from maxtext_lite.operations import profiler as module
 from maxtext_lite.operations.profiler import Profile
 from maxtext_lite.training.failures import Failures

@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
 from maxtext_lite.operations.row_losses import make_row_losses
-from maxtext_lite.training.custom_loss import CustomLoss
+from maxtext_lite.training.objective import CustomLoss
 from tests.training.conftest import norm
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from maxtext_lite.analysis.run_difference import compare_checkpoints, compare_metrics
+from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics
 from maxtext_lite.data import example_ids, examples_hash
 from maxtext_lite.training.saving import save_alone
 

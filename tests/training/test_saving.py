@@ -13,22 +13,23 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.training import commit, saving
-from maxtext_lite.training.commit import (
-    make_room,
-    remove,
-    remove_leftovers,
-    set_aside,
-    while_unfinished,
-)
+from maxtext_lite.training import saving
+from maxtext_lite.training import saving as commit
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.manifest import (
+from maxtext_lite.training.saving import (
+    Saver,
+    check,
     damage,
     in_items,
+    make_room,
     read_manifest,
+    remove,
+    remove_leftovers,
+    save_alone,
+    set_aside,
+    while_unfinished,
     write_part,
 )
-from maxtext_lite.training.saving import Saver, check, save_alone
 
 
 class Killed(BaseException):

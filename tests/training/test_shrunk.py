@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from maxtext_lite.analysis.shrunk import EXAMPLES, WHOLE, settings, shrunk, splits
+from maxtext_lite.analysis.equiv import EXAMPLES, WHOLE, settings, shrunk, splits
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.files import packaged_directory
+from maxtext_lite.config.load import packaged_directory
 
 ALL = sorted(
     path.stem for path in (packaged_directory("configs") / "models").glob("*.yml")

@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.training.starts import (
+from maxtext_lite.training.checkpoint import (
     moved_batch,
     moved_schedule,
     resume_between,

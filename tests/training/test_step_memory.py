@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.compile import Executables
 from tests.training.conftest import TINY
 
 KEYS = """

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from maxtext_lite.console.signals import command_signals
+from maxtext_lite.console import command_signals
 from maxtext_lite.training.stopping import Signals, watch_signals
 
 DEFAULT = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}

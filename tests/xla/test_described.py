@@ -7,7 +7,7 @@ import pytest
 from maxtext_lite.analysis.described import described, topology_devices
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.training.executables import as_default_device
+from maxtext_lite.training.compile import as_default_device
 
 
 @pytest.mark.fast

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.analysis.hlo_text import arrays_of, parse
+from maxtext_lite.analysis.hlo import arrays_of, parse
 
 MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=4
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.analysis.hlo_text import parse
-from maxtext_lite.analysis.hlo_time import Schedule
+from maxtext_lite.analysis.hlo import Schedule, collectives, parse
 
 BUSY = {"work": 10.0, "copy-start": 4.0, "fusion": 5.0, "add": 1.0}
 SENT = 7.0

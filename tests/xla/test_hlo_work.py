@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.analysis.hlo_text import parse
-from maxtext_lite.analysis.hlo_work import KernelCalls, work
+from maxtext_lite.analysis.hlo import KernelCalls, parse, work
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]

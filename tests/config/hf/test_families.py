@@ -10,18 +10,17 @@ import pytest
 import yaml
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.model_parts import RopeScaling
-from maxtext_lite.config.sections import ModelConfig
-from maxtext_lite.hf.config import (
+from maxtext_lite.config.keys import ModelConfig, RopeScaling
+from maxtext_lite.hf.config_json import (
     config_json,
     family_of,
     model_keys,
+    quantization_of,
     stored_dtype,
     text_fields,
 )
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import DEFAULTS, same_architecture
-from maxtext_lite.hf.quantized import quantization_of
 
 TABLE = yaml.load(
     (Path(__file__).parent / "families.yml").read_text(encoding="utf-8"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.token_stream import open_prepared, verify
+from maxtext_lite.data.prepared import open_prepared, verify
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation import dataset, shards
 from maxtext_lite.preparation.dataset import prepare_dataset

@@ -45,7 +45,7 @@ def test_the_report_counts_the_contents(prepared, monkeypatch):
         f"the 10 most frequent are {sum(counts[:10]) / 39:.1%}",
     ):
         assert said in text
-    monkeypatch.setattr("maxtext_lite.data.packing._DOCUMENTS_AT_ONCE", 2)
+    monkeypatch.setattr("maxtext_lite.data.rows._DOCUMENTS_AT_ONCE", 2)
     in_parts = report(prepared, InspectConfig(max_target_length=10))
     assert "\n".join(" ".join(line.split()) for line in in_parts) == text
 

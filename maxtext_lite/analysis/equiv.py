@@ -1,0 +1,427 @@
+"""A user's config shrunk for simulated devices, and the ways to split its batch over eight of them."""
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import Config, UserError, load_config, packaged_file
+from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.keys import ModelConfig
+
+EXAMPLES = 16
+"""Examples of a step."""
+STEPS = 3
+DEVICES = 8
+
+_TOKENS, _MOST_TOKENS = 64, 512
+_PRETRAINED = {
+    "dataset_type": "text", "tokenizer_type": "byte", "tokenizer_path": "", "vocab_size": 320,
+    "eval_dataset_path": "", "mixture_exhausted": "error", "excluded_rows": "",
+}  # fmt: skip
+_RUN = {
+    "steps": STEPS, "num_epochs": 0, "last_batch": "drop", "warmup_steps": 1, "checkpoint_period": STEPS,
+    "overwrite": False, "enable_checkpointing": True, "async_checkpointing": False, "eval_interval": -1,
+    "eval_fraction": 0.0, "profiler_steps": 0, "log_to": "", "prometheus_port": 0, "load_parameters_path": "",
+    "grain_worker_count": 0,
+    "learning_rate_scaling": "none", "scale_adam_with_batch": False, "global_batch_size": 0,
+    "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "pipeline_schedule": "gpipe",
+    "num_pipeline_microbatches": -1, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
+}  # fmt: skip
+_EXACT = {
+    "dtype": "float32", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "none", "loss_scale": 0,
+    "matmul_precision": "highest", "attention": "auto", "optimizer_memory_host_offload": False,
+}  # fmt: skip
+"""Number formats precise enough to compare sums, and no features that simulated devices lack."""
+_AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
+
+
+def shrunk(config: Config) -> dict[str, object]:
+    """The changes that make a config train in seconds: layers, widths, vocabulary and tokens.
+
+    Ratios of heads, layer patterns, windows as a share of the row, packing, losses, the optimizer and its schedule
+    stay. Numbers are float32, which tells sums in another order from wrong sums.
+
+    Raises:
+      UserError: the config's result depends on how the batch is split.
+    """
+    if config.run_kind == "rl":
+        raise UserError(
+            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on sampled responses, and "
+            "one token that rounding changes makes another batch. Nearest that works: dataset_type=sft, whose steps on "
+            "a given batch are split in the same way."
+        )
+    if config.enable_diloco:
+        raise UserError(
+            "enable_diloco=true: each replica updates its own model, so another split is another run. Nearest that "
+            "works: enable_diloco=false."
+        )
+    pretrains = config.dataset_type not in ("sft", "dpo")
+    num_tokens = _TOKENS if pretrains else min(config.max_target_length, _MOST_TOKENS)
+    share = num_tokens / config.max_target_length
+    dense = min(config.first_num_dense_layers, 1)
+    rotated = 8 if config.partial_rotary_factor == 1 else 40  # any common share of 40 is an even number
+    kv_heads = min(config.base_num_kv_heads, 2)
+    changes: dict[str, object] = {
+        **_RUN,
+        **_EXACT,
+        **(_PRETRAINED if pretrains else {}),
+        "max_target_length": num_tokens,
+        "base_emb_dim": 32,
+        "base_mlp_dim": 64,
+        "base_num_decoder_layers": dense + 2 * _period(config),
+        "first_num_dense_layers": dense,
+        "base_num_kv_heads": kv_heads,
+        "base_num_query_heads": config.base_num_query_heads // config.base_num_kv_heads * kv_heads,
+        "head_dim": rotated,
+        "sliding_window_size": math.ceil(config.sliding_window_size * share),
+        "chunk_attn_window_size": math.ceil(config.chunk_attn_window_size * share),
+        "trainable_position_size": num_tokens if config.trainable_position_size else 0,
+        "lora_rank": min(config.lora_rank, 4),
+    }
+    if config.num_vocab_tiling > 1:
+        changes["num_vocab_tiling"] = math.gcd(num_tokens, 4)
+    if not pretrains and num_tokens < config.max_target_length:
+        changes["long_examples"] = "truncate"
+    if "offload" in config.remat_policy or config.remat_policy == "custom":
+        changes |= {"remat_policy": "full", "remat_save": "", "remat_offload": ""}
+    if config.mla:
+        latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        changes["mla"] = {"q_lora_rank": 16 if config.mla.q_lora_rank else 0, **latent}
+        changes["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    if config.rope_scaling and config.rope_scaling.short_factor:
+        planes = 2 if config.mla else int(rotated * config.partial_rotary_factor) // 2
+        changes["rope_scaling"] = _fewer_planes(config.rope_scaling.to_mapping(), planes)
+    if config.num_experts > 1:
+        groups = 2 if config.n_routing_groups > 1 else 1
+        changes |= {
+            "num_experts": min(config.num_experts, 8),
+            "num_experts_per_tok": min(config.num_experts_per_tok, 2),
+            "base_moe_mlp_dim": 16,
+            "base_shared_mlp_dim": 24 if config.base_shared_mlp_dim > 0 else -1,
+            "n_routing_groups": groups,
+            "topk_routing_group": 1 if groups == 1 else min(config.topk_routing_group, groups),
+        }
+    return changes
+
+
+def settings(config: Config, changes: Mapping[str, object]) -> list[str]:
+    """Changes as `key=value`, after the config's own model, which may come from the files of load_parameters_path."""
+    model = {key: getattr(config, key) for key in ModelConfig.model_fields}
+    return [f"{key}={_setting(value)}" for key, value in {**model, **changes}.items()]
+
+
+def _setting(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else setting_text(value)
+
+
+def _fewer_planes(scaling: Mapping[str, Any], planes: int) -> dict[str, Any]:
+    """A longrope scaling with one factor for each of so many planes, spread over those of the model."""
+    lists = {name: scaling[name] for name in ("short_factor", "long_factor")}
+    return {**scaling, **{name: [each[len(each) * i // planes] for i in range(planes)] for name, each in lists.items()}}
+
+
+def _period(config: Config) -> int:
+    """Layers after which the pattern repeats; a shrunk config has two such periods, one per stage."""
+    return math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A way to split a step's examples.
+
+    Attributes:
+      name: its description.
+      changes: to keys other than those of the batch.
+      accumulation: micro-batches of a step.
+      devices: of the whole mesh.
+      restarts: the run stops after its first step and resumes from its checkpoint.
+    """
+
+    name: str
+    changes: Mapping[str, object]
+    accumulation: int = 1
+    devices: int = DEVICES
+    restarts: bool = False
+
+    def keys(self, config: Config) -> dict[str, object]:
+        """All changes to a config; every split keeps a step's examples."""
+        per_device = EXAMPLES / self.devices / self.accumulation
+        keys: dict[str, object] = {f"{link}_{axis}_parallelism": 1 for link in ("ici", "dcn") for axis in _AXES}
+        keys |= {"per_device_batch_size": per_device, "gradient_accumulation_steps": self.accumulation}
+        if config.enable_rampup_batch_size:  # half the batch for one step
+            keys |= {"per_device_batch_size_start": per_device / 2, "per_device_batch_size_increment": per_device / 2}
+            keys |= {"global_rampup_samples": EXAMPLES // 2}
+        return keys | dict(self.changes)
+
+
+def _mesh(**axes: int) -> dict[str, object]:
+    return {f"ici_{axis}_parallelism": size for axis, size in axes.items()}
+
+
+WHOLE = Split("one device, one micro-batch", {}, devices=1)
+"""The reference for all others."""
+
+
+def splits(config: Config) -> list[Split]:
+    """Ways to split the batch of a shrunk config; the plan may refuse some."""
+    stages: dict[str, object] = {"num_layers_per_pipeline_stage": _period(config), "num_pipeline_repeats": -1}
+    found = [
+        Split("data 8", _mesh(data=8)),
+        Split("data 8, ZeRO-1, 2 micro-batches", {**_mesh(data=8), "shard_optimizer_over_data": True}, 2),
+        Split("data 8, stopped after step 1 and resumed", _mesh(data=8), restarts=True),
+        Split("data 8, two loads a step", {**_mesh(data=8), "expansion_factor_real_data": 0.5}),
+        Split("fsdp 8", _mesh(fsdp=8)),
+        Split("data 2 x fsdp 4, 4 micro-batches with empty slots", _mesh(data=2, fsdp=4), 4),
+        Split("fsdp 4 x tensor 2", _mesh(fsdp=4, tensor=2)),
+        Split("data 2 x fsdp 2 x context 2, 2 micro-batches", _mesh(data=2, fsdp=2, context=2), 2),
+        Split("data 4 x 2 stages, gpipe", {**_mesh(data=4, pipeline=2), **stages, "pipeline_schedule": "gpipe"}),
+        Split(
+            "data 2 x fsdp 2 x 2 stages, 1f1b, 2 micro-batches",
+            {**_mesh(data=2, fsdp=2, pipeline=2), **stages, "pipeline_schedule": "1f1b"},
+            2,
+        ),
+    ]
+    if config.num_experts > 1:
+        found.append(Split("data 2 x expert 4", _mesh(data=2, expert=4)))
+    own = _own_mesh(config)
+    return [*found, Split(f"the config's own axes: {own[0]}", own[1])] if own else found
+
+
+def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
+    """The config's own axes, over its links, with two devices each; the other devices are fsdp."""
+    axes = [(link, axis) for link in ("dcn", "ici") for axis in _AXES if axis != "pipeline"]
+    axes.remove(("ici", "fsdp"))
+    named = [(link, axis) for link, axis in axes if getattr(config, f"{link}_{axis}_parallelism") > 1]
+    named = named[: DEVICES.bit_length() - 1]
+    if not named:
+        return None
+    mesh: dict[str, object] = {f"{link}_{axis}_parallelism": 2 for link, axis in named}
+    rest = {"ici_fsdp_parallelism": DEVICES // 2 ** len(named)}
+    return " x ".join(f"{link} {axis} 2" for link, axis in named), mesh | rest
+
+
+TOLERANCE = 1e-5
+"""Relative, of losses, norms and each parameter array."""
+_SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
+"""Its parameters can be compared; AdamW turns the rounding of gradients near 0 into whole steps."""
+_WHOLE_RUN = "0"  # the name of the run whose batch is not split
+_OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits that shard or restore the optimizer's state
+
+# Less optimization of machine code only: half the compile time, and the same collectives.
+_QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A split of the batch compared with the whole batch.
+
+    Attributes:
+      optimizer: "sgd", whose parameters are compared too, or the config's own.
+      refused: why the config does not allow the split; "" where it does.
+      difference: the first difference, as a text; "" without one.
+      loss: the largest relative difference of a step's loss; None if the split was not run.
+      parameters: the largest relative difference of a parameter array after the last step, in 2-norm; None if they were
+        not compared.
+    """
+
+    split: str
+    optimizer: str
+    refused: str = ""
+    difference: str = ""
+    loss: float | None = None
+    parameters: float | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return not self.difference
+
+
+def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
+    """Runs a shrunk config on simulated devices, whole and split; yields the verdict of each split once it has run.
+
+    Args:
+      directory: for the runs.
+    Raises:
+      UserError: the config is wrong, cannot be shrunk, or does not run with its batch whole.
+    """
+    config = load_config(path, overrides)
+    small = shrunk(config)
+    if small.get("dataset_type") == "text":
+        small["dataset_path"] = str(_ragged_text(directory))
+    found = splits(config)
+    yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
+    own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
+    if config.optimizer != "sgd" and own:
+        yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)
+
+
+def _ragged_text(directory: Path) -> Path:
+    """The shipped text with every third paragraph split into words. Rows of whole plays would have equally many
+    targets, and a mean of means would equal the mean."""
+    packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "ragged.jsonl"
+    assert packaged is not None
+    with gzip.open(packaged, "rt", encoding="utf-8") as plays:
+        paragraphs = json.loads(plays.readline())["text"].split("\n\n")
+    texts = [text for i, each in enumerate(paragraphs) for text in (each.split() if i % 3 == 1 else [each])]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def _compared(
+    path: str | None,
+    overrides: Sequence[str],
+    config: Config,
+    keys: dict[str, object],
+    ways: Sequence[Split],
+    directory: Path,
+    optimizer: str,
+) -> Iterator[Verdict]:
+    runs: dict[int, list[_Run]] = {1: [], DEVICES: []}
+    for number, split in enumerate([WHOLE, *ways]):
+        own = {**keys, **split.keys(config), "base_output_directory": str(directory), "run_name": str(number)}
+        words = [*overrides, *settings(config, own)]
+        try:
+            make_plan(load_config(path, words), num_devices=split.devices, platform="cpu")
+        except UserError as error:
+            if split is WHOLE:
+                raise
+            yield Verdict(split.name, optimizer, refused=error.problems[0])
+            continue
+        runs[split.devices].append(_Run(str(number), words, split.restarts))
+    for devices, each in runs.items():
+        for name in _run_on(devices, path, each, directory):
+            if name != _WHOLE_RUN:
+                yield _verdict(ways[int(name) - 1].name, optimizer, directory, name)
+            elif why := _failure(directory / name):
+                raise UserError(f"the shrunk config does not run with its batch whole: {why}")
+
+
+class _Run(NamedTuple):
+    """A run to train: its name, its key=value words, and whether it is stopped and started again."""
+
+    name: str
+    words: list[str]
+    restarts: bool
+
+
+def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Path) -> Iterator[str]:
+    """Trains in a process of its own that simulates this many devices; yields the name of each run once it has ended.
+
+    The process ends with this one, and with the iterator.
+    """
+    before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    flags = [flag for flag in (before["XLA_FLAGS"] or "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    context = multiprocessing.get_context("spawn")
+    ended, ends = context.Pipe(duplex=False)
+    process = context.Process(target=_with_parent, args=(_train_all, path, runs, directory, ends))
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    ends.close()  # the process has its own
+    left = [run.name for run in runs]
+    try:
+        with contextlib.suppress(EOFError):  # the process has ended
+            while left:
+                yield left.pop(left.index(ended.recv()))
+        yield from left
+    finally:
+        process.kill()
+        process.join()
+
+
+def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: Connection) -> None:
+    """Trains each run, in the process that simulates devices; writes an error into the run's failed.txt.
+
+    Args:
+      ended: gets the name of each run.
+    """
+    from maxtext_lite.training.hooks import Callback
+    from maxtext_lite.training.loop import train
+
+    class End(Callback):
+        """Ends a run after its first step."""
+
+        wants_state = True  # so that no second one is under way
+
+        def after_step(self, step: int, record: Any, state: Any) -> bool:
+            return step == 1
+
+    for name, words, restarts in runs:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                if restarts:
+                    train(load_config(path, words), callbacks=[End()])
+                train(load_config(path, words))
+        except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
+            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
+        ended.send(name)
+
+
+def _with_parent(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a child process, which ends when its parent does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+    function(*arguments)
+
+
+def _failure(run: Path) -> str:
+    """Why a run has no metrics to compare; "" if it has some."""
+    failed = run / "failed.txt"
+    if failed.exists():
+        return failed.read_text().partition("\n")[0]
+    return "" if (run / "metrics.jsonl").exists() else "the process ended"
+
+
+def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
+    from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics, lines_of
+
+    if why := _failure(directory / name):
+        return Verdict(split, optimizer, difference=f"it does not run: {why}")
+    runs = directory / _WHOLE_RUN, directory / name
+    compared = compare_metrics(runs, TOLERANCE)
+    found, (last, last_of_split) = compared.difference, compared.last
+    whole, other = (lines_of(run) for run in runs)
+    pairs = [(whole[key].get("loss"), other[key].get("loss")) for key in whole.keys() & other.keys()]
+    # A loss is null where it is not finite, and 0 in a step without targets.
+    loss = max((abs(b - a) / (abs(a) or 1.0) for a, b in pairs if a is not None and b is not None), default=0.0)
+    said = ""
+    if found is not None:
+        field, (first, second) = next(iter(found.fields.items()))
+        said = f"step {found.step}: {field} {first} and {second}"
+    elif last != last_of_split:
+        said = f"the run ends after step {last_of_split}, not {last}"
+        return Verdict(split, optimizer, difference=said, loss=loss)
+    if optimizer != "sgd":
+        return Verdict(split, optimizer, difference=said, loss=loss)
+    saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step
+    if saved.arrays and not said:
+        worst = max(saved.arrays, key=lambda array: saved.arrays[array])
+        said = f"{worst} after step {saved.step}: {saved.arrays[worst]:.3g}"
+    return Verdict(split, optimizer, difference=said, loss=loss, parameters=saved.largest)

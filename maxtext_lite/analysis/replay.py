@@ -1,0 +1,485 @@
+"""The first difference of two runs: its step and metrics, the rows of that step, and saved arrays."""
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.bucket import absolute, original
+from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.kernels import KERNELS
+from maxtext_lite.config.load import config_of_run
+from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
+from maxtext_lite.config.whole_file import steps_in
+from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
+from maxtext_lite.data.mixture import ids_of_run, in_run
+from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
+from maxtext_lite.parallel import Tree
+from maxtext_lite.training.checkpoint import Starts, first_parameters, resume_between, settings_at
+from maxtext_lite.training.compile import reading_compiled
+from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.hooks import LossSpike
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.parameter_files import check_start
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.run_files import environment, run_directory
+from maxtext_lite.training.saving import check, read_about, read_arrays, saved_shapes
+from maxtext_lite.training.step_log import StepLog
+
+_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")
+"""Suffixes of metrics of time and memory, which two runs never share. per_device_batch_size is not one of them."""
+
+_SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")
+_OF_SPLITS = ("gradient_noise_scale", "attention_imbalance", "loss_scale")
+"""Prefixes of metrics that depend on how a batch is split."""
+
+_REWARD = "reward_"
+"""In names of differences of log-probabilities, which start at 0 but round like numbers around 1."""
+
+_EXACT = (
+    "examples_hash",
+    "examples",
+    "examples_seen",
+    "global_batch_to_train",
+    "target_tokens",
+    "tokens_seen",
+    "skipped",
+)
+"""Metrics that must be equal, causes before consequences."""
+
+_ARRAYS_FLOOR = 1e-2
+"""The share of the whole tree's norm that is added to an array's own, with a tolerance: the 1e-7 beside the 1e-5 of
+"two runs agree". Arrays that are 0 up to rounding, such as the biases of keys, have no meaningful relative error."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first line of metrics.jsonl in which two runs differ.
+
+    Attributes:
+      evaluation: whether it is an evaluation's.
+      fields: the metrics that differ, causes first, with the value of each run; None where a run has none.
+    """
+
+    step: int
+    evaluation: bool
+    fields: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of two runs' metrics.
+
+    Attributes:
+      steps: compared training lines.
+      evaluations: compared evaluation lines.
+      last: the last step of each run.
+    """
+
+    steps: int
+    evaluations: int
+    last: tuple[int, int]
+    difference: Difference | None
+
+
+def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
+    """Compares the lines that both runs have, step by step, up to the first difference.
+
+    Args:
+      tolerance: relative, of computed numbers; 0: equal to the bit, with the same split of the batch.
+    Raises:
+      UserError: a run has no metrics.jsonl, or they have no step in common.
+    """
+    lines = [lines_of(run) for run in runs]
+    counts, difference = [0, 0], None
+    for key in sorted(lines[0].keys() & lines[1].keys()):
+        first, second = (each[key] for each in lines)
+        counts[key[1]] += 1
+        fields = compared_fields(first, second, tolerance)
+        if not all(same for _, _, same in fields.values()):
+            differing = {name: (a, b) for name, (a, b, same) in fields.items() if not same}
+            difference = Difference(key[0], key[1], differing)
+            break
+    if not any(counts):
+        raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
+    ends = [max(step for step, _ in each) for each in lines]
+    return Comparison(counts[0], counts[1], (ends[0], ends[1]), difference)
+
+
+def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
+    """The lines of a run's metrics.jsonl by (step, whether it is an evaluation's).
+
+    Raises:
+      UserError: there are none.
+    """
+    path, notes = run / "metrics.jsonl", list[str]()
+    lines = {(record["step"], is_evaluation(record)): record for record in read_records(path, notes)}
+    if not lines:
+        raise UserError(f"RUN_DIR={run} has no metrics.jsonl with a step in it: it must be a run directory.")
+    return lines
+
+
+def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any, bool]]:
+    """The metrics that two lines of metrics.jsonl should share, causes first: both values, and whether they agree.
+
+    A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
+    """
+    flat = [dict(_flat(record)) for record in (first, second)]
+    names = dict.fromkeys(itertools.chain(_EXACT, ("learning_rate",), *flat))
+    pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
+    if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in flat):  # its sign is rounding
+        pairs.pop("reward_accuracy", None)
+    return {
+        name: (*pair, _same(*pair, 0.0 if name in _EXACT else tolerance, tolerance if _REWARD in name else 0.0))
+        for name, pair in pairs.items()
+    }
+
+
+def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _counts(name: str, tolerance: float) -> bool:
+    if name in _SPLITS or name.startswith(_OF_SPLITS):
+        return tolerance == 0
+    return not name.endswith(_TIMES)
+
+
+def _same(first: Any, second: Any, tolerance: float, floor: float) -> bool:
+    if isinstance(first, float | int) and isinstance(second, float | int):
+        return first == second or (tolerance > 0 and math.isclose(first, second, rel_tol=tolerance, abs_tol=floor))
+    return first == second
+
+
+def rows_of_step(run: Path, step: int) -> list[Any] | str:
+    """The numbers of the rows that a step of a run consumed, in order; of a mixture, with the names of their sources.
+
+    They are computed from config.yml and the data, and checked against the step's `examples_hash`. Where they are
+    unknown, the result is a sentence that says why.
+    """
+    record = lines_of(run).get((step, False))
+    if record is None:
+        return f"metrics.jsonl has no step {step}"
+    try:
+        config = config_of_run(run)
+        if config.run_kind == "rl":
+            return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
+        source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
+    except UserError as error:
+        return str(error)
+    ids = ids_of_run(
+        source, record["examples_seen"] - record["examples"], record["examples"], seed=config.data_shuffle_seed
+    )
+    if hash_of_run(source, ids) != record["examples_hash"]:
+        return "those of config.yml have another examples_hash: the data or the mixture has changed"
+    return source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
+
+
+@dataclass(frozen=True)
+class SavedDifference:
+    """The differences between two checkpoints of one step.
+
+    Attributes:
+      arrays: differences beyond the tolerance by the array's path; infinite where shapes or dtypes differ.
+      compared: the number of compared arrays.
+      largest: the largest difference, be it within the tolerance.
+    """
+
+    step: int
+    arrays: Mapping[str, float]
+    compared: int
+    largest: float
+
+
+def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[SavedDifference]:
+    """Compares the checkpoints that both runs have, from the oldest, up to the first pair that differs.
+
+    Parameters are compared; with a tolerance of 0 the optimizer's state, too.
+
+    Args:
+      tolerance: of the 2-norm of each array's difference, relative to the array's norm plus a hundredth of the tree's.
+    Raises:
+      UserError: a checkpoint cannot be read.
+    """
+    steps = [set(steps_in(run / "checkpoints")) for run in runs]
+    found: list[SavedDifference] = []
+    for step in sorted(steps[0] & steps[1]):
+        first, second = (_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs)
+        found.append(_saved_difference(step, first, second, tolerance))
+        if found[-1].arrays:
+            break
+    return found
+
+
+def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by path, restored on one device, whatever mesh saved it."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def on_one_device(leaf: Tree) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+    items = ("params",) if tolerance else ("params", "update_state")
+    restored = read_arrays(
+        directory, {item: jax.tree.map(on_one_device, saved_shapes(directory, item)) for item in items}
+    )
+    leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _saved_difference(
+    step: int, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], tolerance: float
+) -> SavedDifference:
+    apart = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
+    beyond = dict(apart)
+    floor = _ARRAYS_FLOOR * math.hypot(*(_norm(array) for array in second.values())) if tolerance else 0.0
+    for name in sorted(first.keys() & second.keys()):
+        a, b = first[name], second[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            apart[name] = beyond[name] = math.inf
+        elif a.tobytes() != b.tobytes():
+            distance, size = _norm(a.astype(np.float64) - b.astype(np.float64)), _norm(b) + floor
+            apart[name] = distance / size if size else math.inf
+            if not (tolerance and apart[name] <= tolerance):
+                beyond[name] = apart[name]
+    return SavedDifference(step, beyond, len(first), max(apart.values(), default=0.0))
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))
+
+
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""Relative tolerance by `dtype` for a replay on other devices, with other versions or other keys."""
+_OF_ALL_DATA = ("epoch", "source_epochs")  # prefixes of metrics that a run's later mixtures change
+_NOT_OF_STEPS = ("maxtext-lite", "orbax-checkpoint", "grain")  # packages without influence on a step's numbers
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A replayed step.
+
+    Attributes:
+      after: the step of the checkpoint that it started from; 0: the run's first parameters.
+      elsewhere: why bits need not be equal; "": no difference is known.
+      tolerance: relative; 0: to the bit.
+      fields: expected and found values of its line, and whether they agree; see `run_difference.compared_fields`.
+      first_difference: the first step after `after` that differs; None: none does.
+      rows: each row by itself, in the step's order; None: not requested.
+    """
+
+    step: int
+    after: int
+    elsewhere: str
+    tolerance: float
+    fields: Mapping[str, tuple[Any, Any, bool]]
+    first_difference: int | None
+    rows: Sequence[RowLoss] | None
+
+
+class _Kept:
+    """The records of steps in memory, in place of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(json.loads(record_text(record)))
+
+
+def replayed(
+    directory: Path,
+    step: int,
+    overrides: Sequence[str],
+    *,
+    tolerance: float | None,
+    with_rows: bool,
+    say: Callable[[str], None],
+) -> Replay:
+    """Replays a step of a run from the nearest checkpoint before it; writes nothing. All hosts call it.
+
+    Args:
+      directory: of the run, or the local copy of one in a bucket.
+      overrides: `key=value` words that win over its config.yml.
+      tolerance: relative; None: 0 where devices, versions and keys are the run's, otherwise TOLERANCES, as for a step
+        that differs and had to be compiled anew on a GPU.
+      say: takes progress messages.
+    Raises:
+      UserError: the run cannot be replayed, or has no such step.
+    """
+    (config, starts), lines = _config(directory, step, overrides), lines_of(directory)
+    if (step, False) not in lines:
+        steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
+        has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
+    config = _with_first_parameters(config, starts, step)
+    elsewhere = "keys are not the run's" if overrides else ""
+    with reading_compiled(config):  # before anything is compiled
+        run = open_run(config)
+        elsewhere = elsewhere or _other_environment(directory) or _of_kernel(run.plan.attention_kernel.name)
+        with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
+            found = _repeated(run, step, starts, lines, with_rows=with_rows, say=say)
+    run.failures.raise_together()
+    allowed = tolerance if tolerance is not None else TOLERANCES[config.dtype] if elsewhere else 0.0
+    compared, differing = _compared(found.records, lines, allowed)
+    # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
+    if differing and tolerance is None and not elsewhere and found.compiled_anew and jax.default_backend() == "gpu":
+        elsewhere, allowed = "the step was compiled anew, on a GPU", TOLERANCES[config.dtype]
+        compared, differing = _compared(found.records, lines, allowed)
+    if step not in compared:
+        raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
+    return Replay(
+        step, found.after, elsewhere, allowed, compared[step], differing[0] if differing else None, found.rows
+    )
+
+
+class _Repeated(NamedTuple):
+    """The steps of a run done again: those after `after`, whether compiled anew, and the last one's rows."""
+
+    records: Sequence[Record]
+    after: int
+    compiled_anew: bool
+    rows: Sequence[RowLoss] | None
+
+
+def _repeated(
+    run: TrainingRun[Any],
+    step: int,
+    starts: Starts,
+    lines: Mapping[tuple[int, bool], Record],
+    *,
+    with_rows: bool,
+    say: Callable[[str], None],
+) -> _Repeated:
+    """The steps from the nearest checkpoint before `step`."""
+    terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
+    run.read_before(step, say)
+    state, counts = run.restore_or_init()
+    after = counts.step
+    if after == 0 and run.config.load_parameters_path != (first_parameters(starts) or run.config.load_parameters_path):
+        raise UserError(f"--step={step}: no intact checkpoint is left before it.")
+    if (seam := resume_between(starts, after, step)) is not None:
+        raise _without_checkpoint(run.config, step, seam, lines)
+    begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
+    if after + run.steps_left(counts) < step:
+        raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
+    say(f"{step - after:,} steps from {begin}")
+    log = StepLog(run, terminal, kept, counts)
+    with contextlib.closing(FeedSteps(run, terminal, state, counts)) as steps:
+        for number in range(after + 1, step + 1):
+            if not steps.ready:
+                steps.prepare(number)
+            if with_rows and number == step:
+                first = log.counts.examples_seen
+                rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
+            state, taken = steps.take(state, number)
+            try:
+                log.add(number, taken, state)
+            except LossSpike as error:  # as it may have been in the run
+                say(str(error))
+                break
+    return _Repeated(kept.records, after, steps.compiled_anew, rows)
+
+
+def _with_first_parameters(config: Config, starts: Starts, step: int) -> Config:
+    """The config with the run's own first parameters; with none, which may be gone, where a checkpoint comes before.
+
+    Older runs do not say which these were: config.yml has those of the newest start.
+    """
+    if (path := first_parameters(starts)) is None:
+        return config
+    if any(saved < step for saved in steps_in(run_directory(config) / "checkpoints")):
+        path = ""
+    config = config.model_copy(update={"load_parameters_path": path})
+    check_start(config, resumes=False)
+    return config
+
+
+def _compared(
+    records: Sequence[Record], lines: Mapping[tuple[int, bool], Record], tolerance: float
+) -> tuple[dict[int, dict[str, tuple[Any, Any, bool]]], list[int]]:
+    """`Replay.fields` of each step, and the steps that differ."""
+    compared = dict[int, dict[str, tuple[Any, Any, bool]]]()
+    for record in records:
+        fields = compared_fields(lines.get((record["step"], False), {}), record, tolerance)
+        compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
+    return compared, [number for number, of in compared.items() if not all(same for _, _, same in of.values())]
+
+
+def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, Starts]:
+    """The config with which a run took a step, with the given directory as its run directory, wherever it was written.
+
+    config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed, also returned.
+    """
+    if not (directory / "config.yml").is_file():
+        raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
+    where = absolute(original(directory, "RUN_DIR"))
+    newest, starts = _starts(where / "checkpoints")
+    settings = settings_at(starts, step) if step <= newest else []
+    config = config_of_run(directory, [*settings, *overrides])
+    kind = "reinforcement learning" if config.run_kind == "rl" else config.dataset_type
+    reasons = {
+        "reinforcement learning": "its responses were sampled and are not stored",
+        "dpo": "its rows are pairs, whose reference is computed before the first step",
+    }
+    if kind in reasons:
+        raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
+    return config, starts
+
+
+def _starts(checkpoints: Path) -> tuple[int, Starts]:
+    """The newest checkpoint that can list the run's starts, and its list; (0, []) without one."""
+    for saved in reversed(steps_in(checkpoints)):
+        if check(checkpoints / str(saved), ("about",)).problem is None:
+            return saved, read_about(checkpoints / str(saved)).get("starts", [])
+    return 0, []
+
+
+def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[tuple[int, bool]]) -> UserError:
+    """The refusal of a step before which the run resumed with other settings, after `seam`, where no checkpoint is."""
+    checkpoints = run_directory(config) / "checkpoints"
+    later = [saved for saved in steps_in(checkpoints) if saved >= step and (saved + 1, False) in lines]
+    intact = [saved for saved in later if check(checkpoints / str(saved)).problem is None]
+    return UserError(
+        f"--step={step}: the run resumed with other settings after step {seam}, of which no intact checkpoint is left."
+        + nearest_clause([seam, *(saved + 1 for saved in intact[:1])])
+    )
+
+
+def _of_kernel(name: str) -> str:
+    """Why a step with this attention kernel need not have the same bits; "": it has them."""
+    return "" if KERNELS[name].repeats else f"attention={name} rounds otherwise each time"
+
+
+def _other_environment(directory: Path) -> str:
+    """How this process differs from the run's environment.json; "": not at all."""
+    if not (directory / "environment.json").is_file():
+        return "environment.json is missing"
+    then, now = read_object(directory / "environment.json"), environment()
+    for name in ("devices", "num_processes"):
+        if then.get(name) != now[name]:
+            return f"{name} are not the run's"
+    versions = then.get("packages", {}) | now["packages"]
+    changed = [
+        f"{name} is {now['packages'].get(name)}, then {then.get('packages', {}).get(name)}"
+        for name in versions
+        if name not in _NOT_OF_STEPS and now["packages"].get(name) != then.get("packages", {}).get(name)
+    ]
+    return ", ".join(changed)

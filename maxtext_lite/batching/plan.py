@@ -1,0 +1,1325 @@
+"""The plan of a run: every batch size and what follows from it, without the machine."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, Self, TypeVar, cast
+
+from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
+from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
+from maxtext_lite.batching.parameters import count_parameters, flops_per_example, master_bytes
+from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule, num_repeats
+from maxtext_lite.batching.schedule import (
+    BatchStage,
+    OptimizerScaling,
+    RampupBatchManager,
+    RunLength,
+    derive_length,
+    epochs_violation,
+    make_rampup,
+    only_stage,
+    scale_optimizer,
+    scaling_violations,
+    scaling_warnings,
+    stage_at,
+)
+from maxtext_lite.batching.topology import (
+    MOST_DEVICES,
+    MeshSizes,
+    Scope,
+    Topology,
+    mesh_changes,
+    mesh_key,
+    mesh_text,
+    model_dimensions,
+    resolve_mesh,
+    splits_residual,
+    stated_axes,
+    topology_violations,
+)
+from maxtext_lite.config import BatchConfig, Config, Refusal, UserError, registry, remat_of
+from maxtext_lite.config.errors import (
+    any_of,
+    bytes_text,
+    counted,
+    nearest_clause,
+    number_text,
+    rounded_text,
+    short_text,
+    unwhole_text,
+    value_text,
+)
+from maxtext_lite.config.kernels import KERNELS, Accelerator, KernelChoice, Platform, planned_kernel, token_multiple
+from maxtext_lite.config.load import defaults_of, read_config
+from maxtext_lite.config.suggest import ConfigRequest, suggest
+from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
+
+
+@dataclass(frozen=True)
+class ScheduleCost:
+    """What a pipeline schedule costs: the share of ticks that a stage waits, and activations in bytes if estimated."""
+
+    bubble_fraction: Fraction
+    activations: int | None
+
+    def to_json(self) -> dict[str, object]:
+        """The fields by name."""
+        cost = {"bubble_fraction": _json_value(self.bubble_fraction)}
+        return cost if self.activations is None else cost | {"activations": self.activations}
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The contents of plan.json, under the same names, and what the runtime needs besides. Counts are exact.
+
+    Attributes:
+      mesh: size of each mesh axis (stage, data, fsdp, expert, context, tensor); ici_mesh x dcn_mesh.
+      empty_slots_per_micro_batch: slots of a micro-batch without an example; every shard has equally many slots.
+      examples_per_loading_host: average number of examples that one loading host reads in one load.
+      pipeline_microbatch_size: examples of the largest pipeline microbatch.
+      pipeline_bubble_fraction: share of its ticks that a stage waits under the configured schedule.
+      pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
+      steps: optimizer steps of the whole run, stated or derived from num_epochs; where it resumes, with those done.
+      num_examples: training examples in the data; None where unknown.
+      epochs: passes over the data in the whole run; None without a data index, as is steps_per_epoch.
+      length: the steps of the run and the examples of each.
+      scaling: the optimizer's settings for this batch.
+      rampup: the ramp, or None.
+      diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
+      rows_per_example: rows of max_target_length tokens in an example: two in DPO, otherwise one.
+      flops_per_example: of all its rows, by the model: forward and backward, without recomputation.
+      attention_kernel: the kernel that `attention` selects on these devices.
+      warnings: what works but is probably a mistake.
+      rl: the batches of reinforcement learning; None in other runs. With it an example is a pair of a prompt and a
+        response, num_devices counts the trainer's devices, and num_examples counts prompts.
+    """
+
+    num_devices: int
+    num_hosts: int
+    mesh: Mapping[str, int]
+    ici_mesh: Mapping[str, int]
+    dcn_mesh: Mapping[str, int]
+    per_device_batch_size: Fraction
+    micro_batch_to_train: int
+    empty_slots_per_micro_batch: int
+    gradient_accumulation_steps: int
+    global_batch_to_train: int
+    global_batch_to_load: int
+    loads_per_step: int
+    loading_hosts: tuple[int, ...]
+    examples_per_loading_host: Fraction
+    tokens_per_step: int
+    eval_per_device_batch_size: Fraction
+    eval_batch_examples: int
+    num_pipeline_stages: int
+    num_pipeline_microbatches: int
+    num_pipeline_repeats: int
+    pipeline_schedule: Schedule
+    pipeline_microbatch_size: int
+    pipeline_bubble_fraction: Fraction
+    pipeline_schedules: Mapping[Schedule, ScheduleCost]
+    steps: int
+    num_examples: int | None
+    epochs: Fraction | None
+    steps_per_epoch: Fraction | None
+    length: RunLength
+    scaling: OptimizerScaling
+    diloco_num_replicas: int | None
+    diloco_sync_period: int | None
+    max_target_length: int
+    rows_per_example: int
+    flops_per_example: float
+    expansion_factor_real_data: Fraction
+    rampup: RampupBatchManager | None
+    memory: MemoryEstimate
+    attention_kernel: KernelChoice
+    warnings: tuple[str, ...]
+    rl: SampledBatch | None = None
+
+    def period_steps(self, stated: int | Fraction) -> int:
+        """The steps between two events with a period as stated: steps, or below 1 a part of an epoch."""
+        if stated >= 1 or stated == -1:
+            return int(stated)
+        assert self.steps_per_epoch is not None, "a run knows the number of its examples"
+        return max(1, round(stated * self.steps_per_epoch))
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """The pipeline, and the work of one step at the target batch."""
+        return PipelineShape(
+            self.num_pipeline_stages,
+            self.num_pipeline_microbatches,
+            self.num_pipeline_repeats,
+            self.gradient_accumulation_steps,
+        )
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts into which the rows of a micro-batch are split over devices: data x fsdp x expert."""
+        return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
+
+    @property
+    def layout_shards(self) -> int:
+        """Equal shares of a micro-batch's rows: batch shards, or with local updates replicas x fsdp x expert."""
+        return layout_shards(self.mesh, self.diloco_num_replicas)
+
+    def slots_for(self, examples: int) -> int:
+        """Row slots for `examples` rows in one pass: a multiple of layout shards, hosts and pipeline microbatches."""
+        return row_slots(examples, self.layout_shards, self.num_hosts, self.num_pipeline_microbatches)
+
+    @property
+    def micro_batch_slots(self) -> int:
+        """Rows in the arrays of one micro-batch: its examples and its empty slots."""
+        return self.micro_batch_to_train + self.empty_slots_per_micro_batch
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of max_target_length tokens in one micro-batch, empty slots included."""
+        return self.rows_per_example * self.micro_batch_slots
+
+    def flops_of_step(self, stage: BatchStage) -> float:
+        """`flops_per_example` of all examples of a step of a stage."""
+        return self.flops_per_example * stage.global_batch_to_train
+
+    @property
+    def eval_batch_slots(self) -> int:
+        """Rows in the arrays of one evaluation batch, `eval_batch_examples` of them examples."""
+        return self.slots_for(self.eval_batch_examples)
+
+    @property
+    def stages(self) -> tuple[BatchStage, ...]:
+        """All stages of the run, the target's last; a single one without a ramp."""
+        return self.length.stages
+
+    @property
+    def ramps_accumulation(self) -> bool:
+        """Whether the number of micro-batches changes during the run; the target's is then the largest."""
+        return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
+
+    def stage_at(self, examples_seen: int) -> BatchStage:
+        """The batch sizes of the next step once `examples_seen` examples have been consumed.
+
+        Raises:
+          ValueError: examples_seen is negative.
+        """
+        return stage_at(self.stages, examples_seen)
+
+    @property
+    def total_examples(self) -> int:
+        """Examples of the whole run, including a short last batch."""
+        return self.length.total_examples
+
+    def schedule_end(self, unit: Literal["steps", "examples", "tokens"], step: int, examples_seen: int) -> float:
+        """The position at which the schedule of a run ends, in steps of the target batch: at the end of the run.
+
+        Args:
+          unit: `schedule_unit`.
+          step, examples_seen: done so far; the result is the same after each step of a run.
+        """
+        last, examples = self.length.end_after(step, examples_seen)
+        return float(last) if unit == "steps" else examples / self.global_batch_to_train
+
+    @property
+    def last_batch_examples(self) -> int | None:
+        """Examples of the last step where it is short (last_batch=train); None where all batches are whole."""
+        return (self.length.short_batch_examples or None) if self.length.trains_short_batch else None
+
+    @property
+    def dropped_examples(self) -> int:
+        """Examples at the end of the epochs that fill no batch and are not trained on (last_batch=drop)."""
+        return 0 if self.length.trains_short_batch else self.length.short_batch_examples
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate as configured, without `learning_rate_multiplier`."""
+        return self.scaling.configured["learning_rate"]
+
+    @property
+    def learning_rate_multiplier(self) -> float:
+        """The factor by which the batch scales the learning rate."""
+        return self.scaling.learning_rate_multiplier
+
+    @property
+    def adam_b1(self) -> float:
+        """The decay of the first moment, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_b1"]
+
+    @property
+    def adam_b2(self) -> float:
+        """The decay of the second moment, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_b2"]
+
+    @property
+    def adam_eps(self) -> float:
+        """Adam's epsilon, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_eps"]
+
+    def to_json(self) -> dict[str, object]:
+        """The keys of plan.json, with fractions as numbers."""
+        names = (
+            "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train",
+            "empty_slots_per_micro_batch", "gradient_accumulation_steps", "global_batch_to_train",
+            "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "rows_per_example",
+            "tokens_per_step",
+            "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages", "num_pipeline_microbatches",
+            "num_pipeline_repeats", "pipeline_schedule", "pipeline_microbatch_size",
+            "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
+            "num_examples", "total_examples", "last_batch_examples", "dropped_examples", "learning_rate",
+            "learning_rate_multiplier", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
+        )  # fmt: skip
+        plain = {name: _json_value(getattr(self, name)) for name in names}
+        return plain | {
+            "mesh": dict(self.mesh),
+            "loading_hosts": list(self.loading_hosts),
+            "rampup": None if self.rampup is None else _rampup_json(self.rampup),
+            "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
+            **({"memory": self.memory.to_json()} if self.memory.is_known else {}),
+            "attention_kernel": self.attention_kernel.to_json(),
+            **({} if self.rl is None else {"rl": self.rl.to_json()}),
+            **({"resumed": self._resumed_json()} if self.length.done[0] else {}),
+            "warnings": list(self.warnings),
+        }
+
+    def _resumed_json(self) -> dict[str, object]:
+        step, examples_seen = self.length.done
+        stages = {} if self.rampup is None else {"stages_ahead": [*map(_stage_json, self.length.stages_ahead)]}
+        return {"step": step, "examples_seen": examples_seen, **stages}
+
+
+def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
+    """The equal parts into which the rows of a micro-batch are split; see `BatchPlan.layout_shards`."""
+    copies = mesh["data"] if diloco_num_replicas is None else diloco_num_replicas
+    return copies * mesh["fsdp"] * mesh["expert"]
+
+
+def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_microbatches: int) -> int:
+    """Slots for `examples` rows, so that all shards, hosts and pipeline microbatches have equally many."""
+    pieces = num_pipeline_microbatches
+    unit = math.lcm(layout_shards, num_hosts // math.gcd(num_hosts, pieces))
+    return pieces * unit * -(-examples // (pieces * unit))
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else float(value)
+    return value
+
+
+def _stage_json(stage: BatchStage) -> dict[str, object]:
+    names = (
+        "first_step",
+        "num_steps",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_to_train",
+        "samples",
+    )
+    return {name: _json_value(getattr(stage, name)) for name in names}
+
+
+def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
+    stages = [*map(_stage_json, rampup.all_stages)]
+    return {
+        "mode": rampup.mode,
+        "num_increments": rampup.num_increments,
+        "samples_per_increment": _json_value(rampup.samples_per_increment),
+        "total_steps": rampup.total_steps,
+        "stages": stages[:-1],
+        "target": stages[-1],
+    }
+
+
+T = TypeVar("T")
+_ROUNDED = Fraction(1, 1000)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How one step's examples are read.
+
+    Attributes:
+      factor: expansion_factor_real_data, with -1 resolved to 1.
+      loading_hosts: the hosts that read; the others contribute only empty slots.
+      loads_per_step: loads that make one step; 1 unless the factor is below 1.
+    """
+
+    factor: Fraction
+    loading_hosts: tuple[int, ...]
+    loads_per_step: int
+
+    def global_batch_to_load(self, global_batch_to_train: int) -> int:
+        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
+        return -(-global_batch_to_train * self.factor.numerator // self.factor.denominator)
+
+    def examples_per_loading_host(self, global_batch_to_train: int) -> Fraction:
+        """Examples that one loading host reads in one load; a fraction where the shares of hosts differ by one."""
+        return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that follows from a legal config, a machine and the data.
+
+    Attributes:
+      diloco_num_replicas: None where local updates are off.
+      length: None where num_epochs states it and the number of examples is unknown.
+      sampled: the batch of a run that samples its examples, on whose training devices these sizes are; None in others.
+    """
+
+    topology: Topology
+    mesh: MeshSizes
+    batch: Batch
+    eval_per_device_batch_size: Fraction
+    eval_batch_examples: int
+    num_pipeline_stages: int
+    num_pipeline_microbatches: int
+    num_pipeline_repeats: int
+    loading: Loading
+    rampup: RampupBatchManager | None
+    scaling: OptimizerScaling
+    diloco_num_replicas: int | None
+    length: RunLength | None
+    sampled: SampledBatch | None = None
+
+
+def derive_sizes(
+    config: Config, topology: Topology, num_examples: int | None = None, sampled: SampledBatch | None = None
+) -> Sizes | list[Violation]:
+    """The sizes, or every rule that is broken.
+
+    Args:
+      num_examples: training examples in the data, where known.
+      sampled: the batch of a run whose config has no use for the keys of batches.
+    """
+    broken = topology_violations(topology)
+    if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
+        return broken
+
+    def legal(part: T | Violation | list[Violation]) -> T | None:
+        if isinstance(part, Violation | list):
+            broken.extend([part] if isinstance(part, Violation) else cast("list[Violation]", part))
+            return None
+        return part
+
+    num_devices = topology.num_devices
+    mesh = legal(resolve_mesh(config, num_devices))
+    batch = sampled.trained if sampled else legal(derive_batch(config, num_devices))
+    eval_size = legal(_eval_size(config, num_devices))
+    loading = legal(loading_hosts(config, topology.num_hosts))
+    ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
+    rampup = legal(ramp)
+    axes = mesh or stated_axes(config)
+    replicas = legal(_diloco_replicas(config, axes.total["data"]))
+    epochs = epochs_violation(config, num_examples)
+    length = epochs
+    if batch and not isinstance(ramp, list) and not epochs:
+        length = derive_length(config, rampup.all_stages if rampup else (only_stage(batch),), num_examples)
+    run_length = legal(length)
+    broken.extend(scaling_violations(config, batch))
+    broken.extend(_model_violations(config, axes, num_devices))
+    broken.extend(_context_violations(config, axes.total["context"]))
+    broken.extend(_pipeline_violations(config, axes.total["stage"], axes.total["context"]))
+    if broken or not (mesh and batch and loading):
+        return broken
+    stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
+    per_eval = eval_size or batch.per_device_batch_size
+    return Sizes(
+        topology,
+        mesh,
+        batch,
+        eval_per_device_batch_size=per_eval,
+        eval_batch_examples=int(per_eval * num_devices),
+        num_pipeline_stages=stages,
+        num_pipeline_microbatches=stages if pieces == -1 else pieces,
+        num_pipeline_repeats=num_repeats(config, stages),
+        loading=loading,
+        rampup=rampup,
+        scaling=scale_optimizer(config, batch.global_batch_to_train),
+        diloco_num_replicas=replicas,
+        length=run_length,
+        sampled=sampled,
+    )
+
+
+def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
+    """The loading hosts, or why the factor does not suit this number of hosts."""
+    key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
+    factor = Fraction(1) if stated == -1 else stated
+    if factor < 1:
+        if factor.numerator == 1:
+            return Loading(factor, tuple(range(num_hosts)), factor.denominator)
+        loads = 1 / factor
+        return Violation(
+            key,
+            f"{key}={number_text(factor)} is 1/x = {unwhole_text(loads)} loads per step, not a whole number.",
+            (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
+        )
+    hosts = num_hosts / factor
+    if hosts.denominator == 1:
+        return Loading(factor, tuple(range(int(hosts))), 1)
+    is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
+    meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
+    return Violation(
+        key,
+        f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
+        f"{unwhole_text(hosts)} loading hosts, not a whole number.",
+        (meant,) if meant else (divisors_of(key, num_hosts, factor),),
+    )
+
+
+def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Violation:
+    per_device = config.eval_per_device_batch_size
+    if (per_device * num_devices).denominator != 1:
+        return not_whole("eval_per_device_batch_size", per_device, num_devices)
+    return per_device
+
+
+def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
+    """The copies of the model that local updates train; None where local updates are off."""
+    key, replicas = "diloco_num_replicas", config.diloco_num_replicas
+    if not config.enable_diloco:
+        return None
+    if replicas == -1:
+        return data_axis
+    if replicas % data_axis == 0:
+        return replicas
+    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
+    return Violation(key, message, (multiples(key, data_axis, replicas), -1))
+
+
+def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
+    broken: list[Violation] = []
+    for axis in ("fsdp", "tensor", "context", "expert"):
+        # The context and expert axes split further what fsdp splits of a weight.
+        together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
+        shards = math.prod(mesh.total[each] for each in together)
+        if shards == 1:
+            continue
+        chunks = 2 if axis == "context" else 1  # an early and a late one, which balances causal attention
+        parts = shards * chunks
+        uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
+        if not uneven:
+            continue
+        scopes: tuple[tuple[Scope, Mapping[str, int]], ...] = (("ici", mesh.ici), ("dcn", mesh.dcn))
+        sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
+        key, size = next(iter(sizes.items()))
+        how = " x ".join(
+            f"{name}=-1, the remaining {part}," if getattr(config, name) == -1 else f"{name}={part}"
+            for name, part in sizes.items()
+        )
+        if chunks > 1:
+            how += f" x {chunks} chunks"
+        if parts != size:
+            how += f" = {parts}"
+        named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
+        common = math.gcd(*model_dimensions(config, axis).values())
+        near = [
+            mesh_changes(config, num_devices, name, part, common // (parts // part)) for name, part in sizes.items()
+        ]
+        if axis == "context":  # unlike the model's dims, the length is free to choose
+            near.insert(0, multiples("max_target_length", parts, config.max_target_length))
+        broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
+    return broken
+
+
+def _context_violations(config: Config, num_shards: int) -> list[Violation]:
+    """Refuses what context shards cannot run."""
+    if num_shards == 1:
+        return []
+    broken: list[Violation] = []
+    key, kernel = "attention", config.attention
+    unit = token_multiple("splash", num_shards)
+    if kernel == "splash" and config.max_target_length % unit:
+        length = "max_target_length"
+        message = (
+            f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
+            f"128 for each of 2 chunks on {num_shards} context shards."
+        )
+        near = multiples(length, unit, config.max_target_length)
+        broken.append(Violation(key, message, (near, "auto"), rule="a kernel for shards"))
+    if kernel != "auto" and not KERNELS[kernel].context_shards:
+        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
+        broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
+    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
+    tokens, rest = divmod(config.max_target_length, num_shards)
+    if not rest and tokens % pieces:
+        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
+        broken.append(Violation(key, message, (divisors_of(key, tokens, pieces),), rule="tiles of a shard"))
+    return broken
+
+
+_WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
+    "num_pipeline_microbatches": (1, -1),
+    "num_layers_per_pipeline_stage": (1,),
+    "num_pipeline_repeats": (-1,),
+    "pipeline_schedule": ("gpipe",),
+}
+"""Values that the pipeline's keys may have without a pipeline."""
+
+
+def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+    if num_stages == 1:
+        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+        return [
+            Violation(key, f"{key}={value} {no_effect}", plain[:1])
+            for key, plain in _WITHOUT_STAGES.items()
+            if (value := getattr(config, key)) not in plain
+        ]
+    key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
+    broken: list[Violation] = []
+    if pieces != -1 and pieces % num_stages:
+        message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
+        broken.append(Violation(key, message, (multiples(key, num_stages, pieces),)))
+    if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
+        broken.extend(_layer_violations(config, num_stages))
+    if config.pipeline_schedule == "1f1b":
+        broken.extend(_schedule_violations(config, num_stages, context))
+    return broken
+
+
+def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+    """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
+    key = "pipeline_schedule"
+    broken: list[Violation] = []
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
+    if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
+        once = {"num_layers_per_pipeline_stage": layers // num_stages}
+        if config.num_pipeline_repeats not in (-1, 1):
+            once["num_pipeline_repeats"] = 1
+        message = (
+            f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
+            f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times."
+        )
+        broken.append(Violation(key, message, (once, "gpipe"), rule="1f1b rounds"))
+    tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
+    if tokens % parts:
+        tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
+        shards = f" x {context} context shards" if context > 1 else ""
+        message = (
+            f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
+            f"which {key}=1f1b splits the tokens of a microbatch for the loss."
+        )
+        near = multiples("max_target_length", parts, tokens)
+        broken.append(Violation("max_target_length", message, (near,), rule="1f1b tokens"))
+    return broken
+
+
+def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
+    """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
+    key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
+    first = config.first_num_dense_layers  # these run before the pipeline
+    rounds, rest = divmod(layers, num_stages * at_once)
+    named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
+    if rest:
+        near = divisors_of(key, layers // num_stages, at_once)
+        if layers % num_stages:
+            unit = num_stages * at_once * max(repeats, 1)
+            key, near = "base_num_decoder_layers", multiples("base_num_decoder_layers", unit, layers, offset=first)
+        product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
+        message = f"{named} is not a multiple of {product}."
+        return [Violation(key, message, (near,), rule="layers")]
+    if repeats not in (-1, rounds):
+        key = "num_pipeline_repeats"
+        message = (
+            f"{key}={repeats} x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
+            f"{repeats * num_stages * at_once} layers, but {named}."
+        )
+        return [Violation(key, message, (rounds,), rule="layers")]
+    patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
+    for name, pattern in patterns.items():
+        period = len(pattern)
+        if at_once % period and len(set(pattern)) > 1:
+            message = (
+                f"{key}={at_once} is not a multiple of the {period} layers of "
+                f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
+            )
+            unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
+            return [Violation(key, message, (multiples(key, unit, at_once),), rule="layers")]
+    return []
+
+
+_MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
+
+
+@dataclass(frozen=True)
+class PlanRequest(ConfigRequest):
+    """A config on a machine, both of which may be changed.
+
+    Attributes:
+      num_examples: training examples in the data, where known.
+    """
+
+    topology: Topology
+    num_examples: int | None
+
+    def changed(self, change: Change) -> Self:
+        """The same request with new values of some keys, which may include num_devices and num_hosts."""
+        machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
+        unused = {*machine, *self.config.unused_keys}
+        keys = {key: value for key, value in change.items() if key not in unused}
+        return replace(self, config=self.config.model_copy(update=keys), topology=replace(self.topology, **machine))
+
+    def violations(self) -> Iterator[Violation]:
+        """Every broken rule: of the config alone, and of the config on this machine."""
+        said: set[str] = set()
+        for violation in super().violations():
+            said.add(violation.message)
+            yield violation
+        outcome = resolve(self.config, self.topology, self.num_examples)
+        if isinstance(outcome, list):
+            yield from (violation for violation in outcome if violation.message not in said)
+
+
+def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> Sizes | list[Violation]:
+    """The sizes of a run, or every broken rule.
+
+    Args:
+      num_examples: training examples in the data, where known.
+    """
+    if config.run_kind == "train":
+        return derive_sizes(config, topology, num_examples)
+    if broken := topology_violations(topology):
+        return broken
+    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+    if isinstance(sampled, list):
+        return sampled
+    return derive_sizes(config, sampled.training_part(topology), sampled=sampled)  # it has no length in epochs
+
+
+def refusals(
+    config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[Refusal] = ()
+) -> list[Refusal]:
+    """One refusal, with what would work, for each wrong value and each broken rule.
+
+    Args:
+      num_examples: training examples in the data, where known.
+      wrong: wrong values, in place of which the config has the defaults.
+    """
+    return suggest(PlanRequest(config, defaults_of(type(config)), topology, num_examples), wrong)
+
+
+_MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
+_MOST_GIGABYTES = 1_000_000
+
+
+def make_plan(
+    config: Config,
+    *,
+    num_devices: int,
+    num_hosts: int = 1,
+    num_examples: int | None = None,
+    device_memory_gb: float | None = None,
+    platform: Platform | Accelerator = "gpu",
+) -> BatchPlan:
+    """The plan of a config on a machine.
+
+    Args:
+      num_devices: every device of the mesh.
+      num_hosts: hosts (processes), each with equally many devices.
+      num_examples: training examples in the data; if unknown, `epochs` is None and num_epochs cannot be planned.
+      device_memory_gb: memory of a device in GB (1e9 bytes), to compare the estimate with.
+      platform: what the devices are, or an Accelerator where more is known; it decides the attention kernel and thereby
+        the memory.
+    Raises:
+      UserError: with every broken rule, each naming values that work.
+    """
+    if problems := _data_and_memory_refusals(config, num_examples, device_memory_gb):
+        topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+        raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
+    sizes = batch_sizes(
+        config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
+    )
+    assert sizes.length is not None, "only num_epochs without examples has none"
+    plan = _plan(config, sizes, sizes.length, num_examples, device_memory_gb)
+    return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
+
+
+def batch_sizes(
+    config: Config,
+    *,
+    num_devices: int,
+    num_hosts: int = 1,
+    num_examples: int | None = None,
+    platform: Platform | Accelerator = "gpu",
+) -> Sizes:
+    """The sizes that `make_plan` starts from, with all that it refuses; num_epochs may precede the opening of the data.
+
+    Raises:
+      UserError: with every broken rule, each naming values that work.
+    """
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+    resolved = resolve(config, topology, num_examples)
+    if isinstance(resolved, list):
+        raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
+    return resolved
+
+
+def _numbered(num_examples: int | None) -> int | None:
+    """A number of examples that can be planned with; None for any other."""
+    return num_examples if num_examples is not None and 1 <= num_examples <= _MOST_EXAMPLES else None
+
+
+def _data_and_memory_refusals(
+    config: Config, num_examples: int | None, device_memory_gb: float | None
+) -> list[Refusal]:
+    problems: list[Refusal] = []
+    if num_examples is None and config.num_epochs:
+        message = (
+            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
+            "Give num_examples to make_plan, or --examples N to the command plan."
+        )
+        problems.append(Refusal("num_epochs", message))
+    if num_examples is not None and num_examples < 1:
+        problems.append(Refusal("", f"num_examples={value_text(num_examples)}: there is no training example."))
+    if num_examples is not None and num_examples > _MOST_EXAMPLES:
+        message = f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered."
+        problems.append(Refusal("", message, (_MOST_EXAMPLES,)))
+    if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
+        message = f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
+        problems.append(Refusal("", message, (_MOST_GIGABYTES if device_memory_gb > 0 else 1,)))
+    return problems
+
+
+def _plan(
+    config: Config,
+    sizes: Sizes,
+    length: RunLength,
+    num_examples: int | None,
+    memory_gb: float | None,
+) -> BatchPlan:
+    topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
+    pieces, replicas, rl = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas, sizes.sampled
+    slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), topology.num_hosts, pieces)
+    rows, accelerator = slots * config.rows_per_example, topology.accelerator
+    accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
+    memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
+    if registry.is_installed("estimate", "memory"):
+        estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
+        memory = estimate(config, mesh.total, rows, accumulation, pieces, memory_gb, replicas, accelerator)
+        if rl is not None:
+            memory = rl.with_sampling(memory, config, mesh.total)
+    shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
+    epochs: Fraction | None = None
+    steps_per_epoch: Fraction | None = None
+    if num_examples is not None:
+        of_data = num_examples * _examples_per_entry(rl)
+        epochs = Fraction(length.total_examples, of_data)
+        steps_per_epoch = Fraction(of_data, total)
+    return BatchPlan(
+        num_devices=topology.num_devices,
+        num_hosts=topology.num_hosts,
+        mesh=mesh.total,
+        ici_mesh=mesh.ici,
+        dcn_mesh=mesh.dcn,
+        per_device_batch_size=batch.per_device_batch_size,
+        micro_batch_to_train=batch.micro_batch_to_train,
+        empty_slots_per_micro_batch=slots - batch.micro_batch_to_train,
+        gradient_accumulation_steps=accumulation,
+        global_batch_to_train=total,
+        global_batch_to_load=loading.global_batch_to_load(total),
+        loads_per_step=loading.loads_per_step,
+        loading_hosts=loading.loading_hosts,
+        examples_per_loading_host=loading.examples_per_loading_host(total),
+        tokens_per_step=total * config.rows_per_example * config.max_target_length,
+        eval_per_device_batch_size=sizes.eval_per_device_batch_size,
+        eval_batch_examples=sizes.eval_batch_examples,
+        num_pipeline_stages=shape.num_stages,
+        num_pipeline_microbatches=pieces,
+        num_pipeline_repeats=shape.num_repeats,
+        pipeline_schedule=config.pipeline_schedule,
+        pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
+        pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
+        pipeline_schedules=_schedule_costs(config, mesh.total, rows, shape, accelerator),
+        steps=length.steps,
+        num_examples=num_examples,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        length=length,
+        scaling=sizes.scaling,
+        diloco_num_replicas=replicas,
+        diloco_sync_period=None if replicas is None else config.diloco_sync_period,
+        max_target_length=config.max_target_length,
+        rows_per_example=config.rows_per_example,
+        flops_per_example=flops_per_example(config, config.max_target_length) * config.rows_per_example,
+        expansion_factor_real_data=loading.factor,
+        rampup=sizes.rampup,
+        memory=memory,
+        attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
+        warnings=(),
+        rl=rl,
+    )
+
+
+def _examples_per_entry(rl: SampledBatch | None) -> int:
+    """Examples of a run for each example in its data."""
+    return 1 if rl is None else rl.examples_per_entry
+
+
+def _schedule_costs(
+    config: Config, mesh: Mapping[str, int], rows: int, shape: PipelineShape, accelerator: Accelerator
+) -> dict[Schedule, ScheduleCost]:
+    """The cost of each schedule that suits the pipeline; empty without a pipeline."""
+    costs: dict[Schedule, ScheduleCost] = {}
+    if shape.num_stages == 1:
+        return costs
+    for schedule in SCHEDULES:
+        if schedule == "gpipe" or shape.num_repeats == 1:
+            activations = None
+            if registry.is_installed("estimate", "activations"):
+                estimate: Callable[..., int] = registry.load("estimate", "activations")
+                activations = estimate(config, mesh, rows, shape.num_microbatches, schedule, accelerator)
+            costs[schedule] = ScheduleCost(shape.bubble_fraction(schedule), activations)
+    return costs
+
+
+def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
+    """The plan of a run's start after `step` steps that consumed `examples_seen` examples: its length is the run's.
+
+    Args:
+      plan: of the same config, machine and data.
+    """
+    length = dataclasses.replace(plan.length, done=(step, examples_seen))
+    epochs = None
+    if plan.num_examples is not None:
+        epochs = Fraction(length.total_examples, plan.num_examples * _examples_per_entry(plan.rl))
+    after = dataclasses.replace(plan, steps=length.steps, epochs=epochs, length=length)
+    of_length = tuple(_length_warnings(config, plan))
+    others = (warning for warning in plan.warnings if warning not in of_length)
+    return dataclasses.replace(after, warnings=(*others, *_length_warnings(config, after)))
+
+
+def load_plan(
+    path: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    num_devices: int,
+    num_hosts: int = 1,
+    num_examples: int | Callable[[Config], int] | None = None,
+    device_memory_gb: float | None = None,
+    platform: Platform | Accelerator = "gpu",
+) -> tuple[Config, BatchPlan]:
+    """`load_config` and `make_plan` in one, so that the problems of both are reported together.
+
+    Args:
+      num_examples: training examples in the data, or a function that counts them. It is called only if num_epochs needs
+        it and nothing else is wrong.
+    Raises:
+      UserError: with every problem of the config and of its plan.
+    """
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+    reading = read_config(path, overrides)
+    config = reading.config
+    known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
+    problems = _data_and_memory_refusals(config, known, device_memory_gb)
+    numbered = None if callable(num_examples) else _numbered(num_examples)
+    if refused := [*problems, *reading.refused(refusals(config, topology, numbered, reading.wrong))]:
+        raise UserError(str(refusal) for refusal in refused)
+    if callable(num_examples):
+        num_examples = num_examples(config) if config.num_epochs else None
+    plan = make_plan(
+        config,
+        num_devices=num_devices,
+        num_hosts=num_hosts,
+        num_examples=num_examples,
+        device_memory_gb=device_memory_gb,
+        platform=platform,
+    )
+    return config, plan
+
+
+def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
+    """The config with learning rate and Adam's settings as its plan scaled them, and scaling turned off."""
+    unscaled = {"learning_rate_scaling": "none", "scale_adam_with_batch": False}
+    return config.model_copy(update={**plan.scaling.scaled, **unscaled})
+
+
+_LARGEST_TUNING_RATE, _LARGE_MODEL_RATE, _LARGE_MODEL = 1e-3, 3e-3, 10**9
+
+
+def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
+    """What works but is probably a mistake."""
+    yield from scaling_warnings(config, plan.scaling)
+    yield from _rate_warnings(config, plan)
+    yield from _diloco_warnings(plan)
+    if registry.is_installed("estimate", "evaluation"):
+        yield from registry.load("estimate", "evaluation")(config, plan, accelerator)
+    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    if micro % pieces:
+        yield (
+            f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
+            f"{plan.empty_slots_per_micro_batch} of {plan.micro_batch_slots} slots stay empty."
+        )
+    total = plan.global_batch_to_train
+    if plan.loads_per_step > total:
+        yield (
+            f"expansion_factor_real_data={number_text(plan.expansion_factor_real_data)} reads the "
+            f"{counted(total, 'example')} of a step in {plan.loads_per_step:,} loads; the others are empty."
+            f"{nearest_clause([Fraction(1, total)])}"
+        )
+    if not splits_residual(config, plan.mesh):
+        yield (
+            f"max_target_length={config.max_target_length} is not a multiple of {plan.mesh['context']} context x "
+            f"{plan.mesh['tensor']} tensor shards: every device of a tensor group holds all activations between blocks."
+        )
+    if not config.master_weights and (saved := master_bytes(config, plan.mesh, plan.diloco_num_replicas)):
+        yield (
+            f"master_weights=false with weight_dtype={config.weight_dtype}: an update smaller than 2^-9 of its weight "
+            "is rounded away, and so is the sum of many such updates; this saves 4 bytes per parameter, "
+            f"{bytes_text(saved)} per device."
+        )
+    if plan.rl is not None:
+        yield from plan.rl.memory_warnings(plan.memory)
+    else:
+        works = "lower per_device_batch_size, raise gradient_accumulation_steps, or set remat_policy=full."
+        yield from plan.memory.warnings(works)
+    yield from _kernel_warnings(config, plan)
+    if plan.rl is not None:
+        yield from plan.rl.warnings(config, plan.num_examples)
+    yield from _length_warnings(config, plan)
+
+
+def _rate_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """A warning of a learning rate that destroys a pretrained model, or at which a large one does not train."""
+    rate = plan.scaling.scaled["learning_rate"]
+    if config.optimizer not in ("adamw", "adafactor", "lion"):  # others have rates of another size
+        return
+    if config.load_parameters_path and rate > _LARGEST_TUNING_RATE:
+        what = "a pretrained model: fine-tuning takes 1e-6 to 1e-4, with LoRA up to 1e-3"
+    elif rate >= _LARGE_MODEL_RATE and (total := count_parameters(config).total) >= _LARGE_MODEL:
+        what = f"{total / 1e9:.1f} billion parameters: most models of this size take 1e-4 to 1e-3"
+    else:
+        return
+    yield f"learning_rate={rate:g} is high for {what}."
+
+
+def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """The warnings that depend on where the run ends."""
+    total, period = plan.global_batch_to_train, plan.diloco_sync_period
+    # A schedule that counts examples or tokens counts them in steps of the target batch.
+    schedule = Fraction(plan.steps) if config.schedule_unit == "steps" else Fraction(plan.total_examples, total)
+    if config.warmup_steps > schedule:
+        shown = f"steps={plan.steps}"
+        if schedule != plan.steps:
+            shown += f", which are {rounded_text(float(schedule))} at the target of {total} examples"
+        yield f"warmup_steps={number_text(config.warmup_steps)} is more than {shown}: the run ends in the warm-up."
+    ramp_steps = plan.length.stages_ahead[-1].first_step - 1
+    if plan.rampup and ramp_steps > plan.steps:
+        yield (
+            f"the ramp takes {ramp_steps} steps, more than steps={plan.steps}: the target "
+            f"per_device_batch_size={number_text(plan.per_device_batch_size)} is not reached."
+        )
+    if period is not None and (unsynchronised := plan.steps % period):
+        yield (
+            f"steps={plan.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
+            f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
+        )
+
+
+def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
+    replicas = plan.diloco_num_replicas
+    if replicas is None:
+        return
+    smallest = min(stage.micro_batch_to_train for stage in plan.stages)
+    slots = plan.slots_for(smallest)
+    idle = replicas - -(-smallest * replicas // slots)  # examples fill the first slots, replica after replica
+    if idle:
+        yield (
+            f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
+            f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
+        )
+
+
+def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
+    kernel, remat = plan.attention_kernel.name, remat_of(config)
+    if config.balance_attention and plan.layout_shards == (plan.diloco_num_replicas or 1):
+        yield "balance_attention=true changes nothing: no shard of the batch waits for another."
+    elif config.balance_attention and not KERNELS[kernel].skips_documents:
+        yield (
+            f"balance_attention=true makes no step shorter with attention={kernel}, which takes equally long for every "
+            "row, whatever documents it contains."
+        )
+    if kernel.startswith("cudnn") and remat and "context" in (*remat.saved, *remat.offloaded):
+        yield (
+            f"attention={kernel} keeps no context, because jax's call of cuDNN does not name it: with "
+            f"remat_policy={config.remat_policy} the backward pass computes it again."
+        )
+
+
+_MOST_STAGES = 12
+
+
+def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
+    """The plan, one quantity a line: batch, loading, pipeline, length, ramp, memory and kernel; then the warnings.
+
+    Args:
+      more: further rows, after that of memory.
+    """
+    rows: list[tuple[str, str]] = [
+        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
+        *(plan.rl.rows() if plan.rl else ()),
+        *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
+        *(_loading_rows(plan) if plan.rl is None else ()),
+        *_context_rows(plan),
+        *_pipeline_rows(plan),
+        *_length_rows(plan),
+        *_optimizer_rows(plan),
+        *_diloco_rows(plan),
+        *_rampup_rows(plan),
+        *(_memory_rows(plan.memory) if plan.memory.is_known else ()),
+        *more,
+    ]
+    warnings = (f"warning: {warning}" for warning in plan.warnings)
+    return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The rows of a table as lines; the columns with the numbers `right` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _mesh_text(plan: BatchPlan) -> str:
+    return mesh_text(plan.mesh, "all mesh axes 1")
+
+
+def _decimal(value: Fraction) -> str:
+    """A number for reading that is never a ratio such as 3/38269."""
+    text = short_text(value)
+    return rounded_text(float(value)) if "/" in text else text
+
+
+def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    devices = _count(plan.num_devices, "device")
+    per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
+    micro = _count(plan.micro_batch_to_train, "example")
+    slots = f"{_count(plan.micro_batch_slots, 'slot')} over {_count(plan.batch_shards, 'batch shard')}"
+    return [
+        ("micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"),
+        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {micro}"),
+        (
+            "global_batch_to_train",
+            f"{_count(plan.global_batch_to_train, 'example')} = "
+            f"{per_device} per device x {devices} x {accumulation} accumulation",
+        ),
+        *_example_rows(plan),
+        (
+            "tokens_per_step",
+            f"{plan.tokens_per_step} = {_count(plan.global_batch_to_train, 'example')} x {_row_text(plan)} tokens",
+        ),
+        (
+            "eval batch",
+            f"{_count(plan.eval_batch_examples, 'example')} = "
+            f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
+        ),
+    ]
+
+
+def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    """Rows per example, where an example has more than one."""
+    rows = plan.rows_per_example
+    if rows == 1:
+        return []
+    step = plan.global_batch_to_train * rows
+    return [("rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step")]
+
+
+def _row_text(plan: BatchPlan) -> str:
+    """Tokens of an example, with its rows as a factor if it has several."""
+    return f"{plan.max_target_length}" if plan.rows_per_example == 1 else f"2 rows x {plan.max_target_length}"
+
+
+def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    factor, hosts = plan.expansion_factor_real_data, len(plan.loading_hosts)
+    exact = plan.global_batch_to_train * factor
+    rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
+    share = plan.examples_per_loading_host
+    about = "" if share.denominator == 1 else " on average"
+    return [
+        (
+            "global_batch_to_load",
+            f"{_count(plan.global_batch_to_load, 'slot')} = "
+            f"{_count(plan.global_batch_to_train, 'example')} x {number_text(factor)} expansion{rounded}",
+        ),
+        (
+            "loading_hosts",
+            f"{hosts} of {plan.num_hosts}, each reads {short_text(share)} example{'' if share == 1 else 's'}{about} "
+            f"in each of {_count(plan.loads_per_step, 'load')} per step",
+        ),
+    ]
+
+
+def _context_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    shards, tokens = plan.mesh["context"], plan.max_target_length
+    if shards == 1:
+        return []
+    return [
+        (
+            "context shards",
+            f"{shards}, each with an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an "
+            "example",
+        )
+    ]
+
+
+def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    stages, pieces = plan.num_pipeline_stages, plan.num_pipeline_microbatches
+    if stages == 1:
+        return []
+    uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
+    return [
+        (
+            "pipeline_microbatch_size",
+            f"{_count(plan.pipeline_microbatch_size, 'example')} = "
+            f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
+        ),
+        ("pipeline_bubble_fraction", _bubble_text(plan)),
+        *(
+            (f"with {name}", _cost_text(cost))
+            for name, cost in plan.pipeline_schedules.items()
+            if len(plan.pipeline_schedules) > 1
+        ),
+    ]
+
+
+def _cost_text(cost: ScheduleCost) -> str:
+    bubble = f"bubble {float(cost.bubble_fraction):.4g}"
+    return bubble if cost.activations is None else f"{bubble}, activations {bytes_text(cost.activations)}"
+
+
+def _bubble_text(plan: BatchPlan) -> str:
+    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
+    accumulation, bubble = plan.gradient_accumulation_steps, f"{float(plan.pipeline_bubble_fraction):.4g}"
+    if plan.pipeline_schedule == "1f1b":
+        return (
+            f"{bubble} = 2 x ({stages} stages - 1) / ({accumulation} accumulation x {pieces} microbatches + "
+            f"2 x ({stages} stages - 1)), once in a step"
+        )
+    text = (
+        f"{bubble} = ({stages} stages - 1) / ({_count(repeats, 'repeat')} x {pieces} microbatches + {stages} "
+        "stages - 1), in every micro-batch"
+    )
+    if accumulation == 1:
+        return text
+    merged = replace(plan.pipeline_shape, num_microbatches=pieces * accumulation, gradient_accumulation_steps=1)
+    return (
+        f"{text}; as one micro-batch of {pieces * accumulation} microbatches it would be "
+        f"{float(merged.bubble_fraction('gpipe')):.4g}, with {accumulation} times the activations"
+    )
+
+
+def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
+    rows = [("steps", f"{plan.steps}: {_count(total, 'example')}, {total * tokens} tokens")]
+    step, seen = plan.length.done
+    if step:
+        left = f"{_count(plan.steps - step, 'step')} and {_count(total - seen, 'example')} are left"
+        rows.append(("already done", f"{step}: {_count(seen, 'example')}, {seen * tokens} tokens; {left}"))
+    if plan.epochs is not None and plan.steps_per_epoch is not None:
+        rows.append(("epochs", f"{_decimal(plan.epochs)}; steps_per_epoch {_decimal(plan.steps_per_epoch)}"))
+    batch = plan.stage_at(plan.total_examples).global_batch_to_train
+    if plan.last_batch_examples is not None:
+        rows.append(("last batch", f"the last step has {plan.last_batch_examples} of {batch} examples"))
+    elif dropped := plan.dropped_examples:
+        verb = "is" if dropped == 1 else "are"
+        rows.append(("last batch", f"{_count(dropped, 'example')} at the end, of {batch}, {verb} dropped"))
+    return rows
+
+
+def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    scaling, multiplier = plan.scaling, plan.learning_rate_multiplier
+    ratio, rate = short_text(scaling.batch_ratio), scaling.scaled["learning_rate"]
+    if scaling.rule == "none":
+        return [("learning_rate", f"{rate:g} = {plan.learning_rate:g} x {multiplier:g}")]
+    root = "root of " if scaling.rule == "sqrt" else ""
+    how = {
+        "learning_rate": f"{plan.learning_rate:g} x {multiplier:g}, the {root}m",
+        "adam_b1": f"1 - m x (1 - {scaling.configured['adam_b1']:g})",
+        "adam_b2": f"1 - m x (1 - {scaling.configured['adam_b2']:g})",
+        "adam_eps": f"{scaling.configured['adam_eps']:g} / root of m",
+    }
+    base = plan.global_batch_to_train / scaling.batch_ratio
+    rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={short_text(base)}")]
+    for key, formula in how.items():
+        old, new = scaling.configured[key], scaling.scaled[key]
+        if new != old:
+            rows.append((key, f"{old:g} -> {new:g} = {formula}"))
+        elif key == "learning_rate":
+            rows.append((key, f"{new:g} = {formula}"))
+    return rows
+
+
+def _diloco_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    replicas = plan.diloco_num_replicas
+    if replicas is None:
+        return []
+    held = replicas // plan.mesh["data"]
+    return [
+        (
+            "local updates",
+            f"{_count(replicas, 'replica')}, {held} on each part of the data axis ({plan.mesh['data']}), "
+            f"synchronised every {plan.diloco_sync_period} steps",
+        )
+    ]
+
+
+def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    ramp = plan.rampup
+    if ramp is None:
+        return []
+    done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
+    target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
+    rows = [
+        (
+            "num_increments",
+            f"{ramp.num_increments} = ({target} - {start}) / {number_text(ramp.per_device_batch_size_increment)}",
+        ),
+        (
+            "samples_per_increment",
+            f"{short_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
+        ),
+        ("ramp-up", f"{_count(last.first_step - 1 - done, 'step')}{' left' * (done > 0)}; rampup_mode={ramp.mode}"),
+    ]
+    shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
+    for stage in shown:
+        assert stage.num_steps is not None
+        rows.append(
+            (
+                "",
+                f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
+                f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
+                f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
+            )
+        )
+    if len(shown) < len(stages):
+        rows.append(("", f"... {len(stages) - len(shown)} more stages (--json has them all)"))
+    return [*rows, ("", f"from step {last.first_step}: {last.global_batch_to_train}")]
+
+
+def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
+    limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
+    parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
+    when = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}.get(
+        memory.peak, f"at the {memory.peak}"
+    )
+    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(
+        f"{name} {bytes_text(size)}" for name, size in parts if size
+    )
+    text += f", {when}"
+    rows = [("memory per device", text)]
+    if memory.offloaded:
+        rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))
+    return rows

@@ -1,0 +1,558 @@
+"""Batch-size ramp-up in closed form: the batch as a pure function of the examples seen."""
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from maxtext_lite.batching.batch import Batch, smaller_batches
+from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
+from maxtext_lite.config.errors import number_text, short_text, unwhole_text
+from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
+from maxtext_lite.config.violation import Sides, Violation, divisors, multiples, one_of
+
+RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
+_NO_RAMP = {"enable_rampup_batch_size": False}
+_MOST_INCREMENTS = 1_000  # each is a stage of the plan
+_START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
+
+
+@dataclass(frozen=True)
+class BatchStage(Batch):
+    """Consecutive steps of one batch size.
+
+    Attributes:
+      first_step: number of the first step; the first step of the run is 1, as in metrics.jsonl.
+      num_steps: number of steps; None for the stage that lasts to the end of the run.
+      samples_before: examples seen when the stage starts.
+    """
+
+    first_step: int = 1
+    num_steps: int | None = None
+    samples_before: int = 0
+
+    @property
+    def samples(self) -> int | None:
+        """Examples that the stage consumes; None where num_steps is None."""
+        return None if self.num_steps is None else self.num_steps * self.global_batch_to_train
+
+
+def only_stage(batch: Batch) -> BatchStage:
+    """The one stage of a run without a ramp."""
+    return BatchStage(batch.per_device_batch_size, batch.gradient_accumulation_steps, batch.micro_batch_to_train)
+
+
+def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
+    """The stage of the next step once `examples_seen` examples have been consumed.
+
+    Raises:
+      ValueError: examples_seen is negative.
+    """
+    if examples_seen < 0:
+        raise ValueError(f"examples_seen={examples_seen} is negative")
+    return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
+
+
+@dataclass(frozen=True)
+class RampupBatchManager:
+    """A ramp that spends an equal share of `global_rampup_samples` at each batch size from the start to the target.
+
+    It keeps no position. Stage k has b_k = start + k x increment and lasts
+    ceil(samples_per_increment / global_batch_to_train) steps; its overshoot does not shorten the next stage. In the
+    mode `per_device_batch_size` the batch of a device is b_k. In the mode `gradient_accumulation_steps` the batch of a
+    device is the target's and the accumulation is A x b_k / target. Both modes have the same global batches.
+
+    Attributes:
+      num_devices: all devices of the mesh.
+      per_device_batch_size_start: b_0.
+      per_device_batch_size: the target.
+      per_device_batch_size_increment: b_(k+1) - b_k; target - start is a multiple of it.
+      global_rampup_samples: examples of the whole ramp.
+      gradient_accumulation_steps: A, the target's.
+    Raises:
+      ValueError: a stage is not a whole number of examples, or no whole number of increments leads to the target.
+    """
+
+    num_devices: int
+    per_device_batch_size_start: Fraction
+    per_device_batch_size: Fraction
+    per_device_batch_size_increment: Fraction
+    global_rampup_samples: int
+    gradient_accumulation_steps: int = 1
+    mode: RampupMode = "per_device_batch_size"
+
+    def __post_init__(self) -> None:
+        start, increment = self.per_device_batch_size_start, self.per_device_batch_size_increment
+        if min(start, increment, self.global_rampup_samples, self.per_device_batch_size - start) <= 0:
+            raise ValueError("a ramp goes up: 0 < start < target, and increment and samples above 0")
+        if ((self.per_device_batch_size - start) / increment).denominator != 1:
+            raise ValueError("the target is not a whole number of increments above the start")
+        unit = self._unit
+        if any((size * unit).denominator != 1 for size in (start, increment)):
+            raise ValueError("a stage has a batch that is not a whole number")
+
+    @property
+    def _unit(self) -> Fraction:
+        """The factor that turns b_k into the count that must be whole: examples or accumulation steps."""
+        if self.mode == "per_device_batch_size":
+            return Fraction(self.num_devices)
+        return self.gradient_accumulation_steps / self.per_device_batch_size
+
+    @property
+    def num_increments(self) -> int:
+        """The number of stages below the target."""
+        return int(
+            (self.per_device_batch_size - self.per_device_batch_size_start) / self.per_device_batch_size_increment
+        )
+
+    @property
+    def samples_per_increment(self) -> Fraction:
+        """Examples of one increment; a stage ends with the step that reaches them."""
+        return Fraction(self.global_rampup_samples, self.num_increments)
+
+    @functools.cached_property
+    def all_stages(self) -> tuple[BatchStage, ...]:
+        """The stages of the ramp, then the one at the target, which lasts to the end of the run."""
+        stages: list[BatchStage] = []
+        first_step, seen = 1, 0
+        for index in range(self.num_increments):
+            batch = self._batch_of(self.per_device_batch_size_start + index * self.per_device_batch_size_increment)
+            num_steps = math.ceil(self.samples_per_increment / batch.global_batch_to_train)
+            stages.append(replace(batch, first_step=first_step, num_steps=num_steps, samples_before=seen))
+            first_step, seen = first_step + num_steps, seen + num_steps * batch.global_batch_to_train
+        target = self._batch_of(self.per_device_batch_size)
+        return (*stages, replace(target, first_step=first_step, samples_before=seen))
+
+    @property
+    def stages(self) -> tuple[BatchStage, ...]:
+        """The stages of the ramp, without the target."""
+        return self.all_stages[:-1]
+
+    @property
+    def last_stage(self) -> BatchStage:
+        """The stage at the target."""
+        return self.all_stages[-1]
+
+    def _batch_of(self, size: Fraction) -> BatchStage:
+        """A stage of b_k = `size`, as if the run consisted of it."""
+        if self.mode == "per_device_batch_size":
+            per_device, accumulation = size, self.gradient_accumulation_steps
+        else:
+            per_device, accumulation = self.per_device_batch_size, int(size * self._unit)
+        return BatchStage(per_device, accumulation, int(per_device * self.num_devices))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole ramp."""
+        return self.last_stage.first_step - 1
+
+    def stage_at(self, examples_seen: int) -> BatchStage:
+        """The stage of the next step once `examples_seen` examples have been consumed.
+
+        Raises:
+          ValueError: examples_seen is negative.
+        """
+        return stage_at(self.all_stages, examples_seen)
+
+    def batch_size_at(self, step: int) -> int:
+        """global_batch_to_train of step number `step` (the first is 1).
+
+        Raises:
+          ValueError: step is below 1.
+        """
+        return self._stage_of_step(step).global_batch_to_train
+
+    def samples_before(self, step: int) -> int:
+        """Examples consumed before step number `step` (the first is 1).
+
+        Raises:
+          ValueError: step is below 1.
+        """
+        stage = self._stage_of_step(step)
+        return stage.samples_before + (step - stage.first_step) * stage.global_batch_to_train
+
+    def _stage_of_step(self, step: int) -> BatchStage:
+        if step < 1:
+            raise ValueError(f"step={step}: the first step is 1")
+        return self.all_stages[bisect.bisect_right(self.all_stages, step, key=lambda stage: stage.first_step) - 1]
+
+
+def make_rampup(
+    config: BatchConfig, batch: Batch | None, num_devices: int
+) -> RampupBatchManager | list[Violation] | None:
+    """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
+    if batch is None or not config.enable_rampup_batch_size:
+        return None
+    unit = _unit(config, batch, num_devices)
+    if broken := _not_whole_stages(config, batch, num_devices, unit) or _no_way_up(config, batch, unit):
+        return broken
+    return RampupBatchManager(
+        num_devices,
+        config.per_device_batch_size_start,
+        batch.per_device_batch_size,
+        config.per_device_batch_size_increment,
+        config.global_rampup_samples,
+        batch.gradient_accumulation_steps,
+        config.rampup_mode,
+    )
+
+
+def _unit(config: BatchConfig, batch: Batch, num_devices: int) -> Fraction:
+    """What the start and the increment are multiples of: one example, or one accumulation step."""
+    if config.rampup_mode == "per_device_batch_size":
+        return Fraction(1, num_devices)
+    return batch.per_device_batch_size / batch.gradient_accumulation_steps
+
+
+def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violation]:
+    """Refuses a ramp of whole stages that does not rise to the target in whole increments."""
+    start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
+    target = batch.per_device_batch_size
+    if start >= target:
+
+        def nearest_starts() -> Sides:
+            starts = (target - number * increment for number in range(1, 65))
+            return one_of(_START, [each for each in starts if each > 0], start)()
+
+        message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
+        return [Violation(_START, message, (nearest_starts, _NO_RAMP), rule="ramp goes up")]
+    steps = (target - start) / increment
+    if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
+        return []
+
+    whole = int((target - start) / unit)
+    increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
+    near = (one_of(_INCREMENT, increments, increment), _NO_RAMP)
+    if steps > _MOST_INCREMENTS:
+        message = (
+            f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
+            f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
+        )
+        return [Violation(_INCREMENT, message, near, rule="few increments")]
+    message = (
+        f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
+        f"{_INCREMENT}={number_text(increment)} is {unwhole_text(steps)} increments, not a whole number."
+    )
+    return [Violation(_INCREMENT, message, near, rule="whole increments")]
+
+
+def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Violation]:
+    """Refuses stages that are not a whole number of examples, or of accumulation steps."""
+    target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
+    by_device = config.rampup_mode == "per_device_batch_size"
+    times = f"x {num_devices} device{'s' * (num_devices != 1)}"
+    if not by_device:
+        times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
+    what = "examples" if by_device else "accumulation steps"
+    return [
+        Violation(
+            key,
+            f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
+            (multiples(key, unit, value), _NO_RAMP),
+            rule=f"{key} is whole",
+        )
+        for key in (_START, _INCREMENT)
+        if ((value := getattr(config, key)) / unit).denominator != 1
+    ]
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The steps of a run and the examples of each, computed from the stages without walking the steps.
+
+    Attributes:
+      stages: all stages of the run, in order; the last one has no end.
+      stated_steps: `steps`; None where num_epochs states the length.
+      stated_examples: num_epochs x examples in the data; None where `steps` states the length.
+      trains_short_batch: whether examples at the end that fill no batch make one more step (`last_batch`).
+      done: (steps, examples) before this start of the run; those of a checkpoint where it resumes.
+    """
+
+    stages: tuple[BatchStage, ...]
+    stated_steps: int | None
+    stated_examples: int | None
+    trains_short_batch: bool
+    done: tuple[int, int] = (0, 0)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, unless a later start changes its plan."""
+        return self.end_after(*self.done)[0]
+
+    @property
+    def total_examples(self) -> int:
+        """Examples of the whole run, including a short last batch, unless a later start changes its plan."""
+        return self.end_after(*self.done)[1]
+
+    @property
+    def short_batch_examples(self) -> int:
+        """Examples at the end that fill no batch; 0 if the last batch is whole, or already done."""
+        if self.stated_examples is None:
+            return 0
+        return max(self.stated_examples - self._whole_batches(self.done[1])[1], 0)
+
+    @property
+    def stages_ahead(self) -> tuple[BatchStage, ...]:
+        """The stages that are not over, each with the steps and examples that this start has before it and in it."""
+        found: list[BatchStage] = []
+        step, seen = self.done
+        for stage, following in itertools.pairwise(self.stages):
+            if steps := max(-(-(following.samples_before - seen) // stage.global_batch_to_train), 0):
+                found.append(replace(stage, first_step=step + 1, num_steps=steps, samples_before=seen))
+                step, seen = step + steps, seen + steps * stage.global_batch_to_train
+        return (*found, replace(self.stages[-1], first_step=step + 1, samples_before=seen))
+
+    def step_examples(self, examples_seen: int) -> int:
+        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.
+
+        Raises:
+          ValueError: examples_seen is negative.
+        """
+        batch = stage_at(self.stages, examples_seen).global_batch_to_train
+        if self.stated_examples is None or examples_seen + batch <= self.stated_examples:
+            return batch
+        return max(self.stated_examples - examples_seen, 0) if self.trains_short_batch else 0
+
+    def steps_left(self, step: int, examples_seen: int) -> int:
+        """Steps that remain after `step` steps that consumed `examples_seen` examples.
+
+        Stated steps are simply counted. Epochs end with their examples, however many steps those took.
+
+        Raises:
+          ValueError: step or examples_seen is negative.
+        """
+        if min(step, examples_seen) < 0:
+            raise ValueError(f"step={step}, examples_seen={examples_seen}: neither may be negative")
+        if self.stated_examples is None:
+            assert self.stated_steps is not None
+            return max(self.stated_steps - step, 0)
+        steps, seen = self._whole_batches(examples_seen)
+        return steps + (self.trains_short_batch and seen < self.stated_examples)
+
+    def end_after(self, step: int, examples_seen: int) -> tuple[int, int]:
+        """(steps, examples) at the end of a run after `step` steps that consumed `examples_seen` examples.
+
+        It is the same after each step of a run, and another one after a change of its batches or of its length.
+
+        Raises:
+          ValueError: step or examples_seen is negative.
+        """
+        left = self.steps_left(step, examples_seen)
+        return step + left, self.examples_after(left, examples_seen)
+
+    def examples_after(self, steps: int, examples_seen: int) -> int:
+        """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
+        left, seen = steps, examples_seen
+        for stage, following in itertools.pairwise(self.stages):
+            batch = stage.global_batch_to_train
+            steps = min(left, max(-(-(following.samples_before - seen) // batch), 0))
+            left, seen = left - steps, seen + steps * batch
+        seen += left * self.stages[-1].global_batch_to_train
+        return seen if self.stated_examples is None else max(min(seen, self.stated_examples), examples_seen)
+
+    def steps_within(self, examples_seen: int, end: int) -> int:
+        """Whole batches that fit between `examples_seen` and `end` examples."""
+        return replace(self, stated_examples=end)._whole_batches(examples_seen)[0]
+
+    def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
+        """(whole batches that fit before the end of the data, examples seen after them)."""
+        assert self.stated_examples is not None
+        steps, seen = 0, examples_seen
+        for stage, following in itertools.pairwise(self.stages):
+            batch = stage.global_batch_to_train
+            fitting = max(self.stated_examples - seen, 0) // batch
+            to_next_stage = max(-(-(following.samples_before - seen) // batch), 0)
+            if fitting < to_next_stage:
+                return steps + fitting, seen + fitting * batch
+            steps, seen = steps + to_next_stage, seen + to_next_stage * batch
+        batch = self.stages[-1].global_batch_to_train
+        fitting = max(self.stated_examples - seen, 0) // batch
+        return steps + fitting, seen + fitting * batch
+
+
+def epochs_violation(config: Config, num_examples: int | None) -> Violation | None:
+    """Refuses a length that nothing states, and epochs that are not a whole number of examples."""
+    key, epochs = "num_epochs", config.num_epochs
+    if epochs == 0:
+        if config.steps != -1:
+            return None
+        return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(config.warmup_steps, 1),))
+    if num_examples is None or (epochs * num_examples).denominator == 1:
+        return None
+    return Violation(
+        key,
+        f"{key}={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(epochs * num_examples, 6)} "
+        "examples, not a whole number.",
+        (multiples(key, Fraction(1, num_examples), epochs), Fraction(math.ceil(epochs))),
+        rule=f"{key} is whole",
+    )
+
+
+def derive_length(
+    config: Config, stages: tuple[BatchStage, ...], num_examples: int | None
+) -> RunLength | Violation | None:
+    """The length of a run; None if num_epochs states it and the number of examples is unknown.
+
+    Args:
+      config: a config without an `epochs_violation`.
+    """
+    trains_short = config.last_batch == "train"
+    if config.num_epochs == 0:
+        return RunLength(stages, config.steps, None, trains_short)
+    if num_examples is None:
+        return None
+    length = RunLength(stages, None, int(config.num_epochs * num_examples), trains_short)
+    return length if length.steps else _no_step(config, stages[0], num_examples)
+
+
+def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
+    total, wanted = int(config.num_epochs * num_examples), first.global_batch_to_train
+    return Violation(
+        "num_epochs",
+        f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
+        f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
+        (lambda: [smaller_batches(config, first, total)], {"num_epochs": Fraction(wanted, num_examples)}),
+        rule="a step",
+    )
+
+
+def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
+    """The part of the peak to which the rate has fallen at positions `u` of a run that ends at `last`.
+
+    It is 1 at u = warmup_steps and the final fraction at u = last; neither point is rounded.
+
+    Args:
+      xp: the library of `u`, jax.numpy or numpy.
+    Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
+    """
+    final, warmup = config.learning_rate_final_fraction, warmup_end(config, last)
+    decay_steps = max(last - warmup, 1)
+    match config.learning_rate_schedule:
+        case "cosine":
+            progress = xp.clip((u - warmup) / decay_steps, 0, 1)
+            return final + (1 - final) * 0.5 * (1 + xp.cos(xp.pi * progress))
+        case "linear":
+            return 1 - (1 - final) * xp.clip((u - warmup) / decay_steps, 0, 1)
+        case "wsd":
+            wsd_steps = max(config.wsd_decay_steps_fraction * last, 1)
+            return 1 - (1 - final) * xp.clip((u - (last - wsd_steps)) / wsd_steps, 0, 1)
+        case "constant":
+            return xp.ones_like(u)
+
+
+def warm_up(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
+    """The part of the peak to which the rate has risen at positions `u` of a run that ends at `last`, at most 1."""
+    warmup = warmup_end(config, last)
+    if warmup == 0:  # positions count in part where the schedule's unit is examples
+        return xp.ones_like(u)
+    return xp.minimum(u / warmup, 1)
+
+
+def warmup_end(config: OptimizerConfig, last: float) -> float:
+    """The position at which the warm-up of a run that ends at `last` is over: warmup_steps, or below 1 that part."""
+    stated = float(config.warmup_steps)
+    return stated * last if stated < 1 else stated
+
+
+@dataclass(frozen=True)
+class OptimizerScaling:
+    """Scaled optimizer settings, for m = target batch / batch that they were tuned for.
+
+    Attributes:
+      rule: learning_rate_scaling.
+      batch_ratio: m; during a ramp it is that of the target; 1 without scaling.
+      learning_rate_multiplier: m (linear), its square root (sqrt), or 1.
+      configured: learning_rate, adam_b1, adam_b2 and adam_eps in the config.
+      scaled: the same in the run.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.1 (linear, for SGD); Malladi et al. 2022, arXiv:2205.10287,
+      definition of the square root scaling rule for Adam (sqrt, betas and epsilon).
+    """
+
+    rule: Literal["none", "linear", "sqrt"]
+    batch_ratio: Fraction
+    learning_rate_multiplier: float
+    configured: Mapping[str, float]
+    scaled: Mapping[str, float]
+
+
+def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
+    """Refuses scaling without a base batch, and scaled decays outside [0, 1). `batch` is None where it is unknown."""
+    if config.learning_rate_scaling == "none":
+        return []
+    base = config.base_global_batch_size
+    if base == 0:
+        key = "base_global_batch_size"
+        return [
+            Violation(
+                key,
+                f"{key}=0 does not state the batch that learning_rate was tuned for, from which "
+                f"learning_rate_scaling={config.learning_rate_scaling} scales.",
+                () if batch is None else (batch.global_batch_to_train,),
+            )
+        ]
+    if batch is None or not config.scale_adam_with_batch:
+        return []
+    ratio = Fraction(batch.global_batch_to_train, base)
+    broken: list[Violation] = []
+    for key, decay in (("adam_b1", config.adam_b1), ("adam_b2", config.adam_b2)):
+        forgotten = 1 - _exact(decay)
+        if ratio * forgotten <= 1:
+            continue
+        largest = math.floor(Fraction(base) / forgotten)
+        # The smallest decay that works, rounded up at enough digits to stay below 1.
+        digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
+        smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
+        broken.append(
+            Violation(
+                key,
+                f"{key}={number_text(decay)} becomes 1 - {short_text(ratio)} x (1 - {number_text(decay)}) = "
+                f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
+                f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
+                f"that works is {largest}.",
+                (*smaller_batches(config, batch, largest)[:1], smallest, {"scale_adam_with_batch": False}),
+            )
+        )
+    return broken
+
+
+def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScaling:
+    """The optimizer's settings for this batch, for a config without `scaling_violations`."""
+    rule = config.learning_rate_scaling
+    ratio = Fraction(1) if rule == "none" else Fraction(global_batch_to_train, config.base_global_batch_size)
+    multiplier = math.sqrt(ratio) if rule == "sqrt" else float(ratio)
+    configured = {
+        "learning_rate": config.learning_rate,
+        "adam_b1": config.adam_b1,
+        "adam_b2": config.adam_b2,
+        "adam_eps": config.adam_eps,
+    }
+    scaled = configured | {"learning_rate": config.learning_rate * multiplier}
+    if config.scale_adam_with_batch:
+        scaled["adam_b1"] = float(1 - ratio * (1 - _exact(config.adam_b1)))
+        scaled["adam_b2"] = float(1 - ratio * (1 - _exact(config.adam_b2)))
+        scaled["adam_eps"] = config.adam_eps / math.sqrt(ratio)
+    return OptimizerScaling(rule, ratio, multiplier, configured, scaled)
+
+
+def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:
+    """What a scaling does that is probably a mistake."""
+    warnings: list[str] = []
+    ratio = scaling.batch_ratio
+    if scaling.rule == "linear" and ratio > 1 and config.warmup_steps == 0:
+        warnings.append(
+            f"learning_rate_scaling=linear raises learning_rate {short_text(ratio)} times with warmup_steps=0: large "
+            "batches need a warm-up (Goyal et al. 2017, section 2.2)."
+        )
+    if scaling.rule == "linear" and ratio != 1 and config.optimizer == "adamw":
+        warnings.append(
+            "learning_rate_scaling=linear is the rule for SGD; for optimizer=adamw it is sqrt (Malladi et al. 2022)."
+        )
+    return warnings
+
+
+def _exact(decay: float) -> Fraction:
+    return Fraction(repr(decay))  # the decimal that the user wrote; 1 - 0.95 in floats is not 0.05

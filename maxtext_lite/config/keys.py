@@ -1,0 +1,1036 @@
+"""Keys whose value is a mapping: scaling of rotary positions, temperatures of queries, widths of latent attention."""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
+
+import pydantic.dataclasses
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr
+from pydantic.fields import FieldInfo
+
+from maxtext_lite.config.errors import UserError, WrongType, any_of, full_text, install_text, value_text
+from maxtext_lite.config.registry import NotInstalled, load, load_installed, names
+from maxtext_lite.config.types import (
+    AtLeastOne,
+    AutoOrFlag,
+    BelowHalf,
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    DataPathName,
+    Decay,
+    Exact,
+    ExactOrDerived,
+    ExactOrOne,
+    ExactOrSame,
+    ExactOrUnlimited,
+    ExactOrZero,
+    Flag,
+    HangTimeout,
+    Name,
+    NotNegative,
+    ObjectiveName,
+    Packing,
+    ParametersPath,
+    PathName,
+    PathText,
+    Port,
+    Positive,
+    PositiveShare,
+    RunsPath,
+    Section,
+    Seed,
+    SeedOrMinusOne,
+    Share,
+    SourceName,
+    SpecialInText,
+    StepsOrPartOfEpoch,
+    StepsOrPartOfEpochOrMinusOne,
+    StepsOrPartOfRun,
+    Text,
+    data_path_text,
+    from_entries,
+)
+
+LayerKind = Literal["global", "local", "nope", "local_nope", "chunked"]
+"""What a layer's attention sees: all earlier tokens, or a window of them, each also without rotation; or its chunk."""
+MlpKind = Literal["moe", "dense"]
+"""Whether a layer of a model with experts has experts, or a dense mlp in their place."""
+
+
+def _numbers(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise WrongType("is not a list of numbers.")
+    return tuple(cast("list[object]", value))
+
+
+Factors = Annotated[tuple[Positive, ...], BeforeValidator(_numbers)]
+"""Numbers above 0."""
+_STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+
+class _Part:
+    """A frozen mapping with known entries; an entry that is None was not given."""
+
+    def to_mapping(self) -> dict[str, object]:
+        """The entries that were given."""
+        entries: dict[str, Any] = dataclasses.asdict(cast("Any", self))
+        given: dict[str, object] = {name: value for name, value in entries.items() if value is not None}
+        return given | {name: list(entries[name]) for name in ("short_factor", "long_factor") if name in given}
+
+    def __str__(self) -> str:
+        return full_text(self.to_mapping())
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """The part with these entries.
+
+        Raises:
+          WrongType: an entry is unknown, missing or out of range.
+        """
+        raise NotImplementedError
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class RopeScaling(_Part):
+    """How rotary frequencies change for sequences longer than those of pre-training; {}: not at all.
+
+    Attributes:
+      rope_type: linear divides every frequency alike, and ntk by its rank; dynamic is ntk for the longest position in a
+        row; llama3 and yarn change long wavelengths and leave short ones alone; longrope divides each frequency by its
+        own factor, from short_factor in documents up to the original length and from long_factor in longer ones.
+      factor: ratio of the new length to the original one.
+      original_max_position_embeddings: tokens of the original length.
+      low_freq_factor, high_freq_factor: llama3 blends between the wavelengths that are the original length divided by
+        these.
+      beta_fast, beta_slow: yarn blends between these numbers of turns within the original length.
+      attention_factor: yarn, longrope: multiplies cosines and sines; not given: computed from factor.
+      mscale, mscale_all_dim: yarn as in DeepSeek: the factors of the rotation and of the scores.
+      truncate: yarn: the bounds of the blend are rounded to whole planes.
+      short_factor, long_factor: longrope: one number for each plane, that is for each pair of rotated dims.
+    Source: ntk is bloc97 2023; yarn is Peng et al. 2023, arXiv:2309.00071; llama3 is Dubey et al. 2024,
+      arXiv:2407.21783, section 3.4.1; longrope is Ding et al. 2024, arXiv:2402.13753.
+    """
+
+    rope_type: str
+    factor: AtLeastOne | None = None
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: NotNegative | None = None
+    high_freq_factor: NotNegative | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: NotNegative | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: Flag | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """See _Part."""
+        kind = str(values.get("rope_type"))
+        if kind not in ROPE_ENTRIES:
+            raise WrongType(f"needs a rope_type: {any_of(list(ROPE_ENTRIES))}.")
+        needed, optional = ROPE_ENTRIES[kind]
+        part = from_entries(cls, values, f"rope_type={kind}", ("rope_type", *needed), optional)
+        if (part.low_freq_factor or 0) > (part.high_freq_factor or 0):
+            raise WrongType("has a low_freq_factor above its high_freq_factor.")
+        is_undecided = part.original_max_position_embeddings == 1 and (part.factor or 0) > 1
+        if kind == "longrope" and is_undecided and part.attention_factor is None:
+            raise WrongType("lacks attention_factor, which original_max_position_embeddings=1 does not decide.")
+        return part
+
+
+ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "ntk": (("factor",), ()),
+    "dynamic": (("factor", "original_max_position_embeddings"), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("factor", "original_max_position_embeddings", "short_factor", "long_factor"), ("attention_factor",)),
+}
+"""For each rope_type, the entries that it needs and those that it may have."""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class PositionTemperature(_Part):
+    """A factor on queries, 1 + scale x log(1 + floor((position + offset) / floor_scale)); {}: none.
+
+    Attributes:
+      scale: of the logarithm.
+      floor_scale: tokens after which the factor steps up.
+      offset: added to positions, which count from 0.
+      layers: all, or nope: those without rotation.
+    Source: the published code of Llama 4 and Ministral 3; Nakanishi 2025, arXiv:2501.19399.
+    """
+
+    scale: NotNegative
+    floor_scale: Count
+    offset: CountOrZero = 0
+    layers: str = "all"
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """See _Part."""
+        part = from_entries(cls, values, "position_temperature", ("scale", "floor_scale"), ("offset", "layers"))
+        if part.layers not in ("all", "nope"):
+            raise WrongType(f"has layers={value_text(part.layers)}, which must be all or nope.")
+        return part
+
+    def of(self, kind: LayerKind) -> bool:
+        """Whether layers of a kind have it."""
+        return self.layers == "all" or kind.endswith("nope")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class Mla(_Part):
+    """Widths of multi-head latent attention; {}: ordinary attention. Source: DeepSeek-AI 2024, arXiv:2405.04434, 2.1.
+
+    Attributes:
+      q_lora_rank: of the latent vector from which queries are made; 0: they are made from the residual stream.
+      kv_lora_rank: of the latent vector from which keys and values are made.
+      qk_nope_head_dim: dims of a head without rotation.
+      qk_rope_head_dim: dims with rotation, shared by the keys of all heads.
+      v_head_dim: of a value.
+    """
+
+    q_lora_rank: CountOrZero
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """See _Part."""
+        part = from_entries(cls, values, "latent attention", [field.name for field in dataclasses.fields(cls)])
+        if part.qk_rope_head_dim % 2:
+            raise WrongType("has an odd qk_rope_head_dim; it must be even for rotary positions.")
+        return part
+
+
+def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if isinstance(value, kind) or value is None:
+            return value
+        if not isinstance(value, dict):
+            raise WrongType("is not a mapping, as {name: value}.", ({},))
+        entries = cast("dict[str, Any]", value)
+        try:
+            return kind.checked(entries) if entries else None
+        except WrongType as error:
+            raise WrongType(str(error), ({},)) from None
+
+    return check
+
+
+def _part_as_entries(value: _Part | None) -> dict[str, object]:
+    return {} if value is None else value.to_mapping()
+
+
+_mapping = PlainSerializer(_part_as_entries)
+RopeScalingOrNone = Annotated[RopeScaling | None, BeforeValidator(_mapping_of(RopeScaling)), _mapping]
+"""A mapping that makes a RopeScaling; {} is none."""
+MlaOrNone = Annotated[Mla | None, BeforeValidator(_mapping_of(Mla)), _mapping]
+"""A mapping that makes an Mla; {} is none."""
+PositionTemperatureOrNone = Annotated[
+    PositionTemperature | None, BeforeValidator(_mapping_of(PositionTemperature)), _mapping
+]
+"""A mapping that makes a PositionTemperature; {} is none."""
+
+
+_MOST_SOURCES = 1000
+_TEXTS = ("path", "name")
+
+
+class HeldOutEntry(Section):
+    """One held-out set.
+
+    Attributes:
+      name: in metrics and messages; by default the path's last part, without suffixes.
+    """
+
+    path: DataPathName
+    name: Name = "-"
+
+
+class MixtureEntry(Section):
+    """One source of a mixture.
+
+    Attributes:
+      weight: its share of the target tokens; only the ratios of weights matter.
+      max_epochs: passes over it in the whole run; -1: any number.
+      name: as of a held-out set.
+    """
+
+    path: DataPathName
+    weight: Exact
+    max_epochs: ExactOrUnlimited = Fraction(-1)
+    name: Name = "-"
+
+
+SourceEntry = HeldOutEntry | MixtureEntry
+
+
+@dataclass(frozen=True)
+class SourceList:
+    """Sources in the order of the list."""
+
+    entries: tuple[SourceEntry, ...]
+
+    def __str__(self) -> str:
+        """The list in JSON, which is also YAML, and reads back as the same list."""
+        return json.dumps(_serialized(self), ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class MixtureList(SourceList):
+    """The sources of a mixture."""
+
+    entries: tuple[MixtureEntry, ...]
+
+
+def name_of_path(path: str) -> str:
+    """The last part of a path without suffixes, or the path where that is blank: web for data/web/ and web.jsonl.gz."""
+    last = PurePath(path).name
+    name = last[:1] + last[1:].split(".")[0]
+    return name if name.strip() else path
+
+
+def is_source_list(value: object) -> bool:
+    """Whether a YAML value is meant as a list of sources; [ab] and [a.txt] are globs."""
+    if not isinstance(value, list):
+        return isinstance(value, dict)
+    entries = cast("list[object]", value)
+    return not entries or any(isinstance(entry, dict) for entry in entries)
+
+
+def with_texts(sources: Sequence[object], texts: Sequence[object]) -> list[object]:
+    """Sources with their texts as written, as those of keys are: the path 007 stays 007.
+
+    Args:
+      texts: the sources with the text of each scalar in place of its value.
+    """
+
+    def entry(source: object, text: object) -> object:
+        if not isinstance(source, dict):
+            return source
+        values, written = cast("dict[str, object]", source), cast("dict[str, object]", text)
+        texts = {name: written[name] for name in _TEXTS if isinstance(values.get(name), bool | int | float)}
+        return values | texts
+
+    return [entry(source, text) for source, text in zip(sources, texts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _ListOf:
+    """The check of a value that is a path or a list.
+
+    Attributes:
+      what: what the list is, for messages.
+      example: an entry of it.
+      needed, optional: the names that an entry has.
+    """
+
+    made: type[SourceList]
+    kind: type[HeldOutEntry] | type[MixtureEntry]
+    what: str
+    example: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    def __call__(self, value: object) -> object:
+        if isinstance(value, SourceList):
+            return cast("object", value)
+        if isinstance(value, Mapping):
+            raise WrongType(f"is not {self.what}: it must be a list, as [{self.example}].")
+        if not isinstance(value, list):
+            return data_path_text(value)
+        entries = [self._entry(number, entry) for number, entry in enumerate(cast("list[object]", value), start=1)]
+        _check_names(entries)
+        return self.made(tuple(entries))
+
+    def _entry(self, number: int, value: object) -> SourceEntry:
+        where = f"is not {self.what}: entry {number}"
+        if not isinstance(value, Mapping):
+            raise WrongType(f"{where} is not a mapping, as {self.example}.")
+        values = cast("Mapping[str, object]", value)
+        try:
+            entry = from_entries(self.kind, values, "a source", self.needed, self.optional)
+        except WrongType as wrong:
+            raise WrongType(f"{where} {wrong}") from None
+        return entry if "name" in values else entry.model_copy(update={"name": name_of_path(entry.path)})
+
+
+def _check_names(entries: Sequence[SourceEntry]) -> None:
+    if not 1 <= len(entries) <= _MOST_SOURCES:
+        raise WrongType(f"has {len(entries):,} sources; it must have 1 to {_MOST_SOURCES:,}.")
+    names = [entry.name for entry in entries]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise WrongType(f"has two sources named {value_text(twice, 40)}: give each its own name.")
+
+
+def single_path(value: str | SourceList) -> str:
+    """The path that a key has as its value, where the rules have refused a list."""
+    assert isinstance(value, str), "rules refuse a list of sources here"
+    return value
+
+
+def _serialized(value: str | SourceList) -> str | Sequence[Mapping[str, object]]:
+    return value if isinstance(value, str) else [entry.model_dump() for entry in value.entries]
+
+
+_MIXTURE = _ListOf(
+    made=MixtureList,
+    kind=MixtureEntry,
+    what="a mixture",
+    example="{path: web.jsonl, weight: 0.7}",
+    needed=("path", "weight"),
+    optional=("max_epochs", "name"),
+)
+_HELD_OUT = _ListOf(
+    made=SourceList,
+    kind=HeldOutEntry,
+    what="a list of held-out sets",
+    example="{path: web.jsonl, name: web}",
+    needed=("path",),
+    optional=("name",),
+)
+
+PathOrSources = Annotated[str | MixtureList, BeforeValidator(_MIXTURE), PlainSerializer(_serialized)]
+"""A path, or a list of mappings with the keys of `MixtureEntry`."""
+PathOrHeldOut = Annotated[str | SourceList, BeforeValidator(_HELD_OUT), PlainSerializer(_serialized)]
+"""A path, or a list of mappings with the keys of `HeldOutEntry`."""
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+_RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})\Z")
+_MOST_STEPS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The steps that the profiler traces.
+
+    Attributes:
+      count: the number of steps after each start of the run, where no range is given.
+      steps: the first and the last step of the run to trace; None: `count` applies.
+    """
+
+    count: int = 0
+    steps: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, value: int | str) -> "TracedSteps":
+        """The steps named by a value of `profiler_steps`."""
+        if isinstance(value, int):
+            return cls(value)
+        first, last = map(int, value.split("-"))
+        return cls(steps=(first, last))
+
+    def last_from(self, step: int, steps_here: int, first_here: int) -> int | None:
+        """The last step of the trace that begins at this step; None: none begins.
+
+        Args:
+          steps_here: the position of this step among those of the process, from 1.
+          first_here: the position of the step at which a trace of `count` steps begins.
+        """
+        if self.steps is not None:
+            first, last = self.steps
+            begins = step == first or (steps_here == 1 and first < step <= last)  # as after a restart within the range
+            return last if begins else None
+        return step + self.count - 1 if self.count and steps_here == first_here else None
+
+
+def _traced_steps(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS:
+        return value
+    found = _RANGE.match(value) if isinstance(value, str) else None
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise WrongType("is neither a number of steps nor a range such as 100-104.", [0])
+    return value
+
+
+def _tracker_names(value: object) -> str:
+    """Comma-separated names, from a list or from such text."""
+    if isinstance(value, str):  # on the command line, a list for a key of text arrives as text
+        value = [each.strip() for each in value.strip().removeprefix("[").removesuffix("]").split(",") if each.strip()]
+    if not isinstance(value, list):
+        raise WrongType("is not a list of names.")
+    names = cast("list[object]", value)
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(str(name), TRACKERS, n=1)
+            raise WrongType(f"has {value_text(name, 40)}, which is none of {', '.join(TRACKERS)}.", near)
+    if len(set(names)) < len(names):
+        raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, names)))])
+    return ",".join(map(str, names))
+
+
+StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
+"""A number of steps, or a range of the run's steps such as 100-104."""
+TrackerNames = Annotated[str, BeforeValidator(_tracker_names)]
+"""Some of `TRACKERS`, comma-separated; may be given as a list."""
+
+
+def tracker_names(log_to: str) -> list[str]:
+    """The names in `log_to`."""
+    return [name for name in log_to.split(",") if name]
+
+
+def require_trackers(log_to: str) -> None:
+    """Raises a UserError if a tracker in `log_to` is not installed."""
+    extras = [name for name in tracker_names(log_to) if name != "tensorboard"]
+    if missing := [name for name in extras if importlib.util.find_spec(name) is None]:
+        raise UserError(f"log_to={name} needs {name}: {install_text(name)}." for name in missing)
+
+
+Data = Literal["text", "answers", "pairs", "prompts"]
+"""What examples are: text to continue, answers to learn, pairs of answers, or prompts to be answered."""
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A value of `dataset_type`.
+
+    Attributes:
+      opens: `module:function` that opens the data, an `Open` of data/sources.py; "": prompts, which no feed reads.
+      data: what its examples are, which decides the objective.
+      run_kind: the kind of run that trains on it.
+      reads_files: needs a dataset_path.
+      reads_buckets: its files may be in a bucket.
+      is_mixable: may be a source of a mixture.
+      has_turns: its examples are conversations, which a chat template renders.
+      fields: arrays of an example besides those that every example has.
+    """
+
+    opens: str
+    data: Data = "text"
+    run_kind: str = "train"
+    reads_files: bool = True
+    reads_buckets: bool = False
+    is_mixable: bool = False
+    has_turns: bool = False
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """A value of `objective`.
+
+    Attributes:
+      makes: `module:function` from a config to an `Objective` of training/objective.py; "": the run makes it.
+      data: what it trains on.
+      rows_per_example: rows of max_target_length tokens in an example.
+      starts: `module:function` called with (run, state, counts, terminal) before the first step; "": nothing.
+      against: `module:function` from a model's scores and those of the model that the run began with to those to
+        evaluate; "": the model's own.
+    """
+
+    makes: str
+    data: Data
+    rows_per_example: int = 1
+    starts: str = ""
+    against: str = ""
+
+
+TEXT = SourceKind("maxtext_lite.data.sources:open_text", is_mixable=True)
+PREPARED = SourceKind("maxtext_lite.data.sources:open_prepared_rows", is_mixable=True, reads_buckets=True)
+SYNTHETIC = SourceKind("maxtext_lite.data.sources:open_synthetic", reads_files=False)
+PRETRAIN = ObjectiveKind("maxtext_lite.training.objective:next_token", "text")
+
+
+@cache
+def source_kind(dataset_type: str) -> SourceKind:
+    """What a value of `dataset_type` stands for.
+
+    Raises:
+      NotInstalled: it is in a part of the library that is absent.
+    """
+    return load("source", dataset_type)
+
+
+def source_names(run_kind: str) -> list[str]:
+    """The values of `dataset_type` that a kind of run can train on, as far as they are installed."""
+    found: list[str] = []
+    for name in names("source"):
+        try:
+            if source_kind(name).run_kind == run_kind:
+                found.append(name)
+        except NotInstalled:
+            continue
+    return found
+
+
+@cache
+def objective_name(objective: str, dataset_type: str) -> str:
+    """The objective, or for `auto` the first one for the data."""
+    if objective != "auto":
+        return objective
+    data = source_kind(dataset_type).data
+    return next(name for name in names("objective") if objective_kind(name).data == data)
+
+
+@cache
+def objective_kind(name: str) -> ObjectiveKind:
+    """What a value of `objective` other than auto stands for. Raises NotInstalled as `source_kind` does."""
+    return load("objective", name)
+
+
+Normalization = Literal[
+    "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
+]
+"""The divisor of a norm, the root mean square or the standard deviation around the mean, and its learned weights."""
+
+Quantization = Literal["none", "int8", "fp8", "fp8_full"]
+"""The number format of matmuls with layers' weights: the activations' dtype, or eight bits (kernels/eight_bits.py)."""
+
+
+class RunConfig(Section):
+    """The run: its directory, length, checkpoints and reports."""
+
+    run_name: PathName
+    base_output_directory: RunsPath
+    overwrite: Flag
+    steps: CountOrMinusOne
+    num_epochs: ExactOrZero
+    last_batch: Literal["drop", "train"]
+    seed: Seed
+    log_period: StepsOrPartOfEpoch
+    enable_checkpointing: Flag
+    checkpoint_period: StepsOrPartOfEpoch
+    max_num_checkpoints_to_keep: Count
+    async_checkpointing: Flag
+    load_parameters_path: ParametersPath
+    eval_interval: StepsOrPartOfEpochOrMinusOne
+    eval_steps: CountOrMinusOne
+    profiler_steps: StepsToTrace
+    log_to: TrackerNames
+    prometheus_port: Port
+    prometheus_host: Name
+    hang_timeout_seconds: HangTimeout
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether the earlier run in the directory is removed: not by a job that SLURM has queued again."""
+        return self.overwrite and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+
+
+class BatchConfig(Section):
+    """The keys from which batch sizes follow; only `batching.make_plan` derives them."""
+
+    per_device_batch_size: ExactOrDerived
+    gradient_accumulation_steps: CountOrMinusOne
+    global_batch_size: CountOrZero
+    eval_per_device_batch_size: ExactOrSame
+    expansion_factor_real_data: ExactOrOne
+    enable_rampup_batch_size: Flag
+    rampup_mode: Literal["per_device_batch_size", "gradient_accumulation_steps"]
+    per_device_batch_size_start: Exact
+    per_device_batch_size_increment: Exact
+    global_rampup_samples: Count
+    num_pipeline_microbatches: CountOrMinusOne
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "lion"]
+    learning_rate: NotNegative
+    learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
+    learning_rate_final_fraction: Share
+    warmup_steps: StepsOrPartOfRun
+    schedule_unit: Literal["steps", "examples", "tokens"]
+    learning_rate_scaling: Literal["none", "linear", "sqrt"]
+    base_global_batch_size: CountOrZero
+    scale_adam_with_batch: Flag
+    wsd_decay_steps_fraction: Share
+    adam_b1: Decay
+    adam_b2: Decay
+    adam_eps: NotNegative
+    sgd_momentum: Decay
+    routed_bias_update_rate: NotNegative
+    weight_decay: NotNegative
+    weight_decay_on_norms_and_embeddings: Flag
+    gradient_clipping_threshold: NotNegative
+    skip_nonfinite_updates: Flag
+    max_skipped_updates: Count
+    max_loss_spike: NotNegative
+    loss_spike_action: Literal["exclude", "stop"]
+    optimizer_memory_host_offload: Flag
+
+
+class LocalUpdatesConfig(Section):
+    """DiLoCo: replicas that update their own copies of the parameters between synchronizations."""
+
+    enable_diloco: Flag
+    diloco_num_replicas: CountOrMinusOne
+    diloco_sync_period: Count
+    diloco_outer_lr: NotNegative
+    diloco_outer_momentum: Decay
+
+
+class MeshConfig(Section):
+    """The axes of the mesh, and how layers are split over pipeline stages."""
+
+    dcn_data_parallelism: CountOrMinusOne
+    dcn_fsdp_parallelism: CountOrMinusOne
+    dcn_tensor_parallelism: CountOrMinusOne
+    dcn_context_parallelism: CountOrMinusOne
+    dcn_expert_parallelism: CountOrMinusOne
+    dcn_pipeline_parallelism: CountOrMinusOne
+    ici_data_parallelism: CountOrMinusOne
+    ici_fsdp_parallelism: CountOrMinusOne
+    ici_tensor_parallelism: CountOrMinusOne
+    ici_context_parallelism: CountOrMinusOne
+    ici_expert_parallelism: CountOrMinusOne
+    ici_pipeline_parallelism: CountOrMinusOne
+    context_parallel_strategy: Literal["all_gather", "ring"]
+    shard_optimizer_over_data: Flag
+    pipeline_schedule: Literal["gpipe", "1f1b"]
+    num_layers_per_pipeline_stage: Count
+    num_pipeline_repeats: CountOrMinusOne
+
+
+class ModelConfig(Section):
+    """The architecture."""
+
+    model_name: PathName
+    vocab_size: Count
+    base_emb_dim: Count
+    base_num_query_heads: Count
+    base_num_kv_heads: Count
+    head_dim: Count
+    base_mlp_dim: Count
+    base_num_decoder_layers: Count
+    normalization: Normalization
+    norm_placement: Literal["pre", "post", "both"]
+    normalization_layer_epsilon: Positive
+    parallel_block: Literal["none", "one_norm", "two_norms"]
+    residual_multiplier: Positive
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
+    gated_mlp: Flag
+    mlp_bias: Flag
+    attention_bias: Literal["none", "qkv", "all"]
+    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
+    clip_qkv: NotNegative
+    layer_pattern: Name
+    sliding_window_size: CountOrZero
+    chunk_attn_window_size: CountOrZero
+    attn_logits_soft_cap: NotNegative
+    attention_sinks: Flag
+    query_pre_attn_scalar: NotNegative
+    inverse_layer_scaling: Flag
+    position_temperature: PositionTemperatureOrNone
+    mla: MlaOrNone
+    rope_max_timescale: Positive
+    rope_local_max_timescale: NotNegative
+    rope_scaling: RopeScalingOrNone
+    partial_rotary_factor: PositiveShare
+    trainable_position_size: CountOrZero
+    scale_embeddings: Flag
+    embedding_multiplier: Positive
+    logits_via_embedding: Flag
+    logits_bias: Flag
+    logits_multiplier: Positive
+    final_logits_soft_cap: NotNegative
+    initializer_range: NotNegative
+    num_experts: Count
+    num_experts_per_tok: Count
+    base_moe_mlp_dim: CountOrMinusOne
+    shared_experts: CountOrZero
+    base_shared_mlp_dim: CountOrMinusOne
+    shared_expert_gate: Flag
+    routed_score_func: Literal["softmax", "sigmoid", "sparsemixer"]
+    norm_topk_prob: Flag
+    routed_scaling_factor: Positive
+    apply_router_weight_on_input: Flag
+    capacity_factor: ExactOrUnlimited
+    n_routing_groups: Count
+    topk_routing_group: Count
+    routed_bias: Flag
+    expert_bias: Flag
+    first_num_dense_layers: CountOrZero
+    mlp_pattern: Name
+    lora_rank: CountOrZero
+    lora_alpha: Positive
+    lora_targets: Name
+
+    @property
+    def moe_mlp_dim(self) -> int:
+        """Width of one expert."""
+        return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def shared_mlp_dim(self) -> int:
+        """Width of the shared expert's mlp, which every token passes through; 0: there is none."""
+        as_experts = self.base_shared_mlp_dim == -1 or not self.shared_experts
+        return self.shared_experts * self.moe_mlp_dim if as_experts else self.base_shared_mlp_dim
+
+    @property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        """Which of the first layers have experts; the layers after them repeat the pattern."""
+        return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
+
+    @property
+    def num_stacked_layers(self) -> int:
+        """Layers after the dense ones, which are split over pipeline stages."""
+        return self.base_num_decoder_layers - self.first_num_dense_layers
+
+    @property
+    def pattern(self) -> tuple[LayerKind, ...]:
+        """The kinds of the first layers; the layers after them repeat the pattern."""
+        return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        pattern = self.pattern
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """The rotated dims of a head; 0 where positions are learned."""
+        if self.trainable_position_size:
+            return 0
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+
+class NumericsConfig(Section):
+    """Number formats, kernels and rematerialization."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    weight_dtype: Literal["float32", "bfloat16"]
+    master_weights: Flag
+    grad_dtype: Literal["float32", "bfloat16"]
+    quantization: Quantization
+    loss_scale: NotNegative
+    loss_scale_growth_interval: Count
+    matmul_precision: Literal["default", "high", "highest"]
+    remat_policy: Literal[
+        "none",
+        "save_dot_products",
+        "minimal",
+        "save_qkv_proj",
+        "minimal_offloaded",
+        "qkv_proj_offloaded",
+        "full",
+        "custom",
+    ]
+    remat_save: Text
+    remat_offload: Text
+    attention: Literal["auto", "dot_product", "pallas_mha", "cudnn_flash", "cudnn_masked", "tokamax_mosaic", "splash"]
+    num_vocab_tiling: CountOrMinusOne
+    z_loss_multiplier: NotNegative
+    router_z_loss_multiplier: NotNegative
+    load_balance_loss_weight: NotNegative
+
+
+TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+"""A tokenizer's file in a directory, by tokenizer_type; where several are there, the first counts."""
+
+
+class DataConfig(Section):
+    """The data, its tokens and their order."""
+
+    objective: ObjectiveName
+    dataset_type: SourceName
+    dataset_path: PathOrSources
+    mixture_exhausted: Literal["error", "stop", "drop"]
+    eval_dataset_path: PathOrHeldOut
+    eval_fraction: Share
+    tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
+    tokenizer_path: PathText
+    chat_template: PathText
+    add_bos: AutoOrFlag
+    add_eos: Flag
+    special_tokens_in_text: SpecialInText
+    max_target_length: Count
+    long_examples: Literal["truncate", "drop", "refuse"]
+    packing: Packing
+    balance_attention: Flag
+    data_shuffle_seed: SeedOrMinusOne
+    excluded_rows: PathText
+    grain_worker_count: CountOrZero
+
+    @property
+    def objective_kind(self) -> ObjectiveKind:
+        """The objective, with `auto` replaced by that of the data."""
+        return objective_kind(objective_name(self.objective, self.dataset_type))
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of max_target_length tokens in an example: in DPO two, the chosen and the rejected answer."""
+        return self.objective_kind.rows_per_example
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The share of the training examples held out: none where held-out examples have a path of their own."""
+        return 0.0 if self.eval_dataset_path else self.eval_fraction
+
+
+class PreferenceConfig(Section):
+    """The loss of DPO."""
+
+    dpo_beta: Positive
+    dpo_label_smoothing: BelowHalf
+
+
+# ---- Rematerialization: the tensors of a layer that are kept on the device, kept on the host, or recomputed --------
+
+
+QKV = ("query_proj", "key_proj", "value_proj")
+PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context", "expert_rows")
+"""The tensors of a layer with names: its input, the results of its matmuls (experts' like an mlp's), the output of
+attention, and the tokens at their experts."""
+
+
+class Remat(NamedTuple):
+    """The tensors that the forward pass keeps on the device, and those that it moves to pinned host memory."""
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...] = ()
+
+
+REMAT_POLICIES: dict[str, Remat] = {
+    "save_dot_products": Remat((*PROJECTIONS, "context")),
+    "minimal": Remat(PROJECTIONS),
+    "save_qkv_proj": Remat(QKV),
+    "minimal_offloaded": Remat((), PROJECTIONS),
+    "qkv_proj_offloaded": Remat((), QKV),
+    "full": Remat(()),
+}
+"""What each remat_policy keeps besides the input of each layer; `none` keeps everything, `custom` what is listed."""
+
+
+def remat_of(config: NumericsConfig) -> Remat | None:
+    """The tensors that are kept of each layer; None: all."""
+    match config.remat_policy:
+        case "none":
+            return None
+        case "custom":
+            return Remat(listed(config.remat_save), listed(config.remat_offload))
+        case policy:
+            return REMAT_POLICIES[policy]
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated list."""
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+SECTIONS: tuple[tuple[str, type[Section]], ...] = (
+    ("Run", RunConfig),
+    ("Batch size", BatchConfig),
+    ("Optimizer", OptimizerConfig),
+    ("Local updates", LocalUpdatesConfig),
+    ("Mesh", MeshConfig),
+    ("Model", ModelConfig),
+    ("Numerics", NumericsConfig),
+    ("Data", DataConfig),
+    ("Post-training", PreferenceConfig),
+)
+"""The sections in the order of configs/base.yml, with their headings."""
+
+
+class Config(
+    RunConfig,
+    BatchConfig,
+    OptimizerConfig,
+    LocalUpdatesConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    DataConfig,
+    PreferenceConfig,
+):
+    """Every key of a run, as `load_config` returns it. Configs with equal values are equal, whatever their origins."""
+
+    run_kind: ClassVar[str] = "train"
+    """What the run does: its name in the registry's kinds that each kind of run implements."""
+    base_files: ClassVar[tuple[str, ...]] = ("base.yml",)
+    """The files below configs/ that have every key, the lowest first; the last one selects this kind of run."""
+    sections: ClassVar[tuple[tuple[str, type[Section]], ...]] = SECTIONS
+    """The sections in the order of the files, with their headings."""
+    unused_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Keys that must have their values of base.yml, each with the reason."""
+    shown_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own that `describe` always shows."""
+    fingerprint_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own that a run's continuation must share."""
+
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def rules(cls) -> tuple[Callable[[Any], Any], ...]:
+        """The rules of this kind of run beside those of every config: each gives the Violation of a config, or None."""
+        return ()
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """For each key, the file that its value came from, or `command line`."""
+        return self._origins
+
+    def with_origins(self, origins: Mapping[str, str]) -> "Config":
+        """The same values with these origins."""
+        copy = self.model_copy()
+        copy._origins = MappingProxyType(dict(origins))  # safe: only this function has the copy
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.items()))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
+        return _restore, (type(self), dict(self.__dict__), dict(self._origins))
+
+
+def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, str]) -> Config:
+    return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
+
+
+def keys_of(kind: type[Config]) -> tuple[str, ...]:
+    """Every key of a kind of config, in the order of its files."""
+    return tuple(key for _, section in kind.sections for key in section.model_fields)
+
+
+KEYS: tuple[str, ...] = keys_of(Config)
+"""Every key, in the order of configs/base.yml."""
+
+
+def known_keys() -> dict[str, FieldInfo]:
+    """Every key of any kind of run that is installed."""
+    fields = dict(Config.model_fields)
+    for kind in load_installed("run"):
+        fields |= kind.model_fields
+    return fields
+
+
+def field_of(key: str) -> FieldInfo | None:
+    """The field of a key of any kind of run that is installed; None if there is no such key."""
+    return Config.model_fields.get(key) or known_keys().get(key)

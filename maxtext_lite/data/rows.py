@@ -1,0 +1,573 @@
+"""Rows of `max_target_length` tokens, cut from tokenized documents or filled with whole sequences.
+
+All documents form one flat array, the *stream*, each followed by an end-of-text token. A row is a stretch of it: the
+inputs are stream[start:stop], and the target of each input is the next token, even if that begins the next row. So
+every token is a target in exactly one row, except the first of a document, which has no predecessor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
+from maxtext_lite.config.json_file import check_file, is_directory, read_object
+from maxtext_lite.data.prepared import cache_directory, map_array
+
+
+class TokenStream(Protocol):
+    """A sequence of token ids whose slices are arrays: an array itself, or a reader of files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Token ids of an integer dtype; the slice has no step."""
+        ...
+
+
+_DOCUMENTS_AT_ONCE = 2**20
+
+FIELDS = ("tokens", "targets", "segments", "positions", "weights")
+"""The arrays of an example."""
+REFERENCE = "reference"
+"""Another array of examples for DPO: at the first token of each sequence, the summed log-probability that the
+reference gives its answers; 0 elsewhere."""
+
+
+def count_by_length(document_starts: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Documents by the power of two that their tokens reach, int64 [64], and the fewest and the most tokens."""
+    counts = np.zeros(64, np.int64)
+    longest, shortest = 0, 2**62
+    for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_ONCE):
+        lengths = np.diff(document_starts[first : first + _DOCUMENTS_AT_ONCE + 1])
+        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
+        longest, shortest = max(longest, int(lengths.max())), min(shortest, int(lengths.min()))
+    return counts, shortest, longest
+
+
+def field_dtype(name: str) -> type[np.generic]:
+    """int32 for all FIELDS except the weights, otherwise float32."""
+    return np.int32 if name in FIELDS[:-1] else np.float32
+
+
+class Documents(NamedTuple):
+    """The documents in some rows, in any order. The padding of a row counts as one, as it does for attention.
+
+    Attributes:
+      lengths: tokens of each document in its row; int64.
+      rows: index of its row among the requested rows; int64.
+      padding: whether it is the padding of its row; bool.
+    """
+
+    lengths: np.ndarray
+    rows: np.ndarray
+    padding: np.ndarray
+
+
+class Rows(Protocol):
+    """The stretches of a stream that make up each row; picklable."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row, T."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
+        """A row, as `build_row` describes it."""
+        ...
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Target tokens of these rows; repeated rows count repeatedly."""
+        ...
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
+        ...
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """The documents in these rows, without reading a token."""
+        ...
+
+
+class _Stretches:
+    """Rows of one stretch of the stream each, in its order."""
+
+    document_starts: np.ndarray
+    num_tokens: int
+
+    def span(self, row: int) -> tuple[int, int]:
+        """Stream position of the row's first input, and the one after its last."""
+        starts, stops = self.spans(np.array([row]))
+        return int(starts[0]), int(stops[0])
+
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        raise NotImplementedError
+
+    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
+        """See `Rows`."""
+        start, stop = self.span(row)
+        return build_row(stream, self.document_starts, start=start, stop=stop, num_tokens=self.num_tokens)
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """See `Rows`."""
+        starts, stops = self.spans(rows)
+        return int(count_targets(self.document_starts, start=starts, stop=stops).sum())
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """See `Rows`."""
+        start, end = self.span(first)[0], self.span(stop - 1)[1]
+        return int(count_targets(self.document_starts, start=start, stop=end))
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """See `Rows`."""
+        starts, stops = self.spans(rows)
+        document_starts, places = np.asarray(self.document_starts), np.arange(len(rows))
+        first, last = document_starts.searchsorted(starts, side="right"), document_starts.searchsorted(stops)
+        within, owners = ranges(first, last - first)
+        # The row begins, documents begin within it, its padding begins, the row ends.
+        bounds = np.concatenate([starts, document_starts[within], stops, starts + self.num_tokens])
+        owners = np.concatenate([places, owners, places, places])
+        order = np.lexsort((bounds, owners))
+        is_first = order < len(rows)
+        ends_row = order >= len(order) - len(rows)
+        return Documents(np.diff(bounds[order])[~is_first[1:]], owners[order][~is_first], ends_row[~is_first])
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows(_Stretches):
+    """Rows cut from the stream every `num_tokens` tokens; documents may share a row, and the last row is padded.
+
+    Attributes:
+      document_starts: where each document starts in the stream, then the stream's length; int64, increasing.
+      num_tokens: tokens of a row.
+    """
+
+    document_starts: np.ndarray
+    num_tokens: int
+
+    def __len__(self) -> int:
+        # The stream's last token has no target, so it does not make a row by itself.
+        return -(-(int(self.document_starts[-1]) - 1) // self.num_tokens) if len(self.document_starts) > 1 else 0
+
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        starts = rows * self.num_tokens
+        return starts, np.minimum(starts + self.num_tokens, self.document_starts[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRows(_Stretches):
+    """Rows of one document each: a document starts a row and continues in further rows; the rest is padding.
+
+    Attributes:
+      document_starts, num_tokens: as in `PackedRows`.
+      known_first_rows: the result of `first_rows`, read from a file; None: it is computed.
+    """
+
+    document_starts: np.ndarray
+    num_tokens: int
+    known_first_rows: np.ndarray | None = None
+
+    @functools.cached_property
+    def _first_rows(self) -> np.ndarray:
+        if self.known_first_rows is not None:
+            return self.known_first_rows
+        return np.concatenate([np.zeros(1, np.int64), first_rows(self.document_starts, self.num_tokens)])
+
+    def __len__(self) -> int:
+        return int(self._first_rows[-1])
+
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        first_rows, document_starts = np.asarray(self._first_rows), np.asarray(self.document_starts)
+        documents = np.searchsorted(first_rows, rows, side="right") - 1
+        starts = document_starts[documents] + (rows - first_rows[documents]) * self.num_tokens
+        return starts, np.minimum(starts + self.num_tokens, document_starts[documents + 1])
+
+
+def first_rows(document_starts: np.ndarray, num_tokens: int, before: int = 0) -> np.ndarray:
+    """The row after the last row of each document; rows are not shared and `before` rows precede; int64 [documents]."""
+    # The last token of a document, end-of-text, has no target, so it does not make a row by itself.
+    return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens), dtype=np.int64)
+
+
+def build_row(
+    stream: TokenStream, document_starts: np.ndarray, *, start: int, stop: int, num_tokens: int
+) -> dict[str, np.ndarray]:
+    """The example whose inputs are stream[start:stop], padded at the end to `num_tokens`.
+
+    Args:
+      stream: token ids of all documents, each followed by its end-of-text token.
+      document_starts: as in `PackedRows`.
+    Returns:
+      Arrays [num_tokens]. `tokens`; `targets`, the next token of the same document, or 0; `segments`, the number of the
+      document within the row, from 1, 0 for padding; `positions`, from 0 in each segment, 0 for padding; all int32.
+      `weights`, float32: 1 where there is a target, 0 on end-of-text and padding.
+    """
+    used = stop - start
+    tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
+    weights = np.zeros(num_tokens, np.float32)
+    read = stream[start : stop + 1]  # one token short if the row ends with the stream
+    tokens[:used] = read[:used]
+    targets[: len(read) - 1] = read[1:]
+    weights[:used] = 1.0
+
+    # Documents that start after the row's first token; one that starts at `stop` only ends the document before it.
+    document_starts = np.asarray(document_starts)
+    first, last = document_starts.searchsorted((start, stop), side="right")
+    starts = document_starts[first:last] - start
+    targets[starts - 1] = 0
+    weights[starts - 1] = 0.0
+    bounds = [0, *starts[starts < used].tolist(), used]
+    places = _places(num_tokens)
+    for segment, (begin, end) in enumerate(itertools.pairwise(bounds), start=1):
+        segments[begin:end] = segment
+        positions[begin:end] = places[: end - begin]
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+
+
+def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num_tokens: int) -> dict[str, np.ndarray]:
+    """The example of whole sequences, each a segment, padded at the end to `num_tokens`.
+
+    Args:
+      sequences: the token ids of each sequence, all but the last of which are inputs; and the weights of its targets,
+        all but the first.
+    Returns:
+      Arrays as of `build_row`.
+    """
+    tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
+    weights = np.zeros(num_tokens, np.float32)
+    used, places = 0, _places(num_tokens)
+    for segment, (token_ids, target_weights) in enumerate(sequences, start=1):
+        slots = len(token_ids) - 1
+        here = slice(used, used + slots)
+        tokens[here], targets[here], weights[here] = token_ids[:-1], token_ids[1:], target_weights
+        segments[here], positions[here] = segment, places[:slots]
+        used += slots
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+
+
+@functools.lru_cache(maxsize=4)
+def _places(num_tokens: int) -> np.ndarray:
+    return np.arange(num_tokens, dtype=np.int32)
+
+
+def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
+    """Target tokens of the inputs stream[start:stop], or of each of several: all except the last of each document."""
+    next_starts = np.asarray(document_starts)[1:]
+    ends = np.searchsorted(next_starts, stop, side="right") - np.searchsorted(next_starts, start, side="right")
+    return np.asarray(stop - start - ends)
+
+
+def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the numbers first[i] to first[i] + counts[i] - 1 for each i in turn, the i of each number); int64."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return (first - np.cumsum(counts) + counts)[owners] + np.arange(len(owners)), owners
+
+
+def with_padding(slots: np.ndarray, owners: np.ndarray, num_rows: int, num_tokens: int) -> Documents:
+    """Documents that take these slots of their rows, and the padding of each row."""
+    left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
+    padding = np.arange(len(slots) + num_rows) >= len(slots)
+    return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]), padding)
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledRows:
+    """Rows of whole sequences.
+
+    Attributes:
+      members: numbers of the sequences, row by row, increasing within a row; int64.
+      starts: where each row starts in `members`, then the length of `members`; int64.
+    """
+
+    members: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def of(self, row: int) -> np.ndarray:
+        """Numbers of the sequences in a row."""
+        return self.members[self.starts[row] : self.starts[row + 1]]
+
+    def documents(self, rows: np.ndarray, starts: np.ndarray, num_tokens: int) -> Documents:
+        """The sequences in these rows of `num_tokens` slots; sequence n takes starts[n + 1] - starts[n] - 1 of them."""
+        places, owners = ranges(self.starts[rows], self.starts[rows + 1] - self.starts[rows])
+        numbers = self.members[places]
+        return with_padding(starts[numbers + 1] - starts[numbers] - 1, owners, len(rows), num_tokens)
+
+
+def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:
+    """Rows filled by "best fit": each sequence in turn joins the fullest row that has room for it, or opens a new row.
+
+    Rows keep the order in which they were opened, so that the first rows contain the first sequences.
+
+    Args:
+      lengths: slots that each sequence takes, from 1 to num_tokens; int64.
+      num_tokens: slots of a row.
+      packing: whether sequences share rows.
+    """
+    if not packing:
+        return FilledRows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(num_tokens + 1)]  # rows by their free slots
+    rooms = 0  # bit r is set if some row has r free slots
+    for number, length in enumerate(lengths.tolist()):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
+            row = with_room[room].pop()
+            rooms &= ~(int(not with_room[room]) << room)
+        else:
+            room, row = num_tokens, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if left := room - length:
+            with_room[left].append(row)
+            rooms |= 1 << left
+    members = np.array([number for row in rows for number in row], np.int64)
+    return FilledRows(members, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+
+
+_WINDOW_DOCUMENTS = 2**16  # fitted into rows together: tens of MB, and rows at least 98 % full
+_WINDOW_TOKENS = 2**27  # at most, unless a single document has more
+_DOCUMENTS_AT_A_TIME = 2**20
+ABOUT = "index.json"
+"""The file of an index that is written last: sizes of the other files, and facts about the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedRows:
+    """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
+
+    A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
+    own, and its remainder is fitted in like a document.
+
+    Attributes:
+      pieces: where each piece starts in the stream, and its slots; row by row, and in stream order within a row; int64
+        [P, 2].
+      rows: for each row, its first piece, and the target tokens of all rows before it; int64 [rows + 1, 2].
+      num_tokens: slots of a row.
+      cut_documents: documents in more than one piece.
+    """
+
+    pieces: np.ndarray
+    rows: np.ndarray
+    num_tokens: int
+    cut_documents: int
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    @property
+    def note(self) -> str:
+        """The share of padding, and the documents that are cut."""
+        share = int(self.rows[-1, 1]) / max(len(self) * self.num_tokens, 1)
+        return (
+            f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
+            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
+        )
+
+    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
+        """A row, as `packing.build_row` describes it; each piece is a segment, and every used slot has a target.
+
+        Raises:
+          UserError: the index does not belong to this stream.
+        """
+        (first, before), (stop, after) = self.rows[row : row + 2].tolist()
+        pieces = self.pieces[first:stop].tolist()
+        read_all = [stream[start : start + slots + 1] for start, slots in pieces]
+        if not 0 < sum(map(len, read_all)) - len(pieces) == after - before <= self.num_tokens:
+            raise UserError(f"the index of row {row} is damaged{_where(self.rows)}.")
+        return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """See `packing.Rows`."""
+        before = np.asarray(self.rows)[:, 1]
+        return int((before[rows + 1] - before[rows]).sum())
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """See `packing.Rows`."""
+        return int(self.rows[stop, 1] - self.rows[first, 1])
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """See `packing.Rows`; a document that is cut counts as its pieces."""
+        first = np.asarray(self.rows)[:, 0]
+        pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
+        return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)
+
+
+def _where(numbers: np.ndarray) -> str:
+    return f": delete {Path(numbers.filename).parent}" if isinstance(numbers, np.memmap) and numbers.filename else ""
+
+
+def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, place: IndexPlace | None = None) -> Rows:
+    """The rows of a stream.
+
+    Args:
+      packing: the value of the key.
+      place: where to keep the index of rows that need one; None: in memory.
+    """
+    if packing is True:
+        return PackedRows(document_starts, num_tokens)
+    if packing is False:
+        if place is None:
+            return DocumentRows(document_starts, num_tokens)
+        index = place.get(f"none-{num_tokens}", lambda path: _write_first_rows(path, document_starts, num_tokens))
+        return DocumentRows(document_starts, num_tokens, map_array(index / "first_rows.i64"))
+    if place is None:
+        windows = list(_windows(document_starts, num_tokens))
+        pieces = np.concatenate([np.zeros((0, 2), np.int64), *(window.pieces for window in windows)])
+        rows = np.concatenate([np.zeros((1, 2), np.int64), *(window.rows for window in windows)])
+        return FittedRows(pieces, rows, num_tokens, sum(window.cut for window in windows))
+    index = place.get(f"best_fit-{num_tokens}", lambda path: _write_fitted(path, document_starts, num_tokens))
+    pieces, rows = (map_array(index / f"{name}.i64", columns=2) for name in ("pieces", "rows"))
+    return FittedRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexPlace:
+    """Where the indices of a dataset are kept.
+
+    Attributes:
+      beside: a directory for them beside the data; it need not exist.
+      fingerprint: fingerprint of the data.
+    """
+
+    beside: Path
+    fingerprint: str
+
+    def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+        """The directory of an index, which is made if it does not exist.
+
+        Args:
+          write: fills a directory; returns facts for `ABOUT`.
+        Raises:
+          UserError: it can be written neither beside the data nor into the cache, or is incomplete.
+        """
+        name = f"{name}-{self.fingerprint[:16]}"
+        cache = cache_directory("rows")
+        for place in (self.beside, cache):
+            if is_directory(place / name):
+                return _checked(place / name)
+        existing = next(place for place in (self.beside, *self.beside.parents) if is_directory(place))
+        place = self.beside if os.access(existing, os.W_OK) else cache
+        with writing(str(place)):
+            place.mkdir(parents=True, exist_ok=True)
+            return make_directory(place / name, write)
+
+
+def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """A directory that appears under its name only when it is complete, even if several processes make it at once.
+
+    Args:
+      write: as of `IndexPlace.get`.
+    """
+    making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        about = write(making)
+        sizes = {path.name: path.stat().st_size for path in making.iterdir()}
+        (making / ABOUT).write_text(json.dumps({"bytes": sizes} | about) + "\n")
+        making.chmod(0o755)
+        for path in making.iterdir():
+            with path.open("rb+") as opened:
+                os.fsync(opened.fileno())
+        try:
+            making.rename(final)
+        except OSError:
+            if not is_directory(final):  # otherwise another process was first, with the same index
+                raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return final
+
+
+def _checked(index: Path) -> Path:
+    for name, size in read_object(index / ABOUT)["bytes"].items():
+        file = index / name
+        check_file(file)
+        if file.stat().st_size != size:
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index} to remake it.")
+    return index
+
+
+def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    before = 0
+    with (path / "first_rows.i64").open("wb") as file:
+        np.zeros(1, "<i8").tofile(file)
+        for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_A_TIME):
+            part = first_rows(document_starts[first : first + _DOCUMENTS_AT_A_TIME + 1], num_tokens, before)
+            part.astype("<i8").tofile(file)
+            before = int(part[-1])
+    return {}
+
+
+def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    cut = 0
+    with (path / "pieces.i64").open("wb") as pieces, (path / "rows.i64").open("wb") as rows:
+        np.zeros((1, 2), "<i8").tofile(rows)
+        for window in _windows(document_starts, num_tokens):
+            window.pieces.astype("<i8").tofile(pieces)
+            window.rows.astype("<i8").tofile(rows)
+            cut += window.cut
+    return {"cut_documents": cut}
+
+
+class _Window(NamedTuple):
+    pieces: np.ndarray
+    rows: np.ndarray  # the end of each of its rows, in pieces and in targets of all windows so far
+    cut: int
+
+
+def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
+    """Consecutive groups of documents, each fitted into rows of its own: `FittedRows.pieces` and `rows[1:]`."""
+    first, count, end = 0, len(document_starts) - 1, np.zeros(2, np.int64)
+    while first < count:
+        stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
+        stop = min(max(stop, first + 1), first + _WINDOW_DOCUMENTS, count)
+        starts = np.asarray(document_starts[first : stop + 1])
+        first, (pieces, keys) = stop, _fitted(starts, num_tokens)
+        if not len(pieces):  # every document is a single token
+            continue
+        row_ends = np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
+        rows = end + np.stack([row_ends, np.cumsum(pieces[:, 1])[row_ends - 1]], axis=1)
+        yield _Window(pieces, rows, int((np.diff(starts) - 1 > num_tokens).sum()))
+        end = rows[-1]
+
+
+def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(pieces row by row, the row of each); a row is identified by where the first of its longest pieces starts.
+
+    What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
+    Rows are in the order of their longest pieces, so that the last rows contain documents of every length.
+    """
+    starts, slots = document_starts[:-1], np.diff(document_starts) - 1
+    whole, rest = np.divmod(slots, num_tokens)
+    number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
+    whole_starts = np.repeat(starts, whole) + num_tokens * number
+    has_rest = np.flatnonzero(rest)
+    rest_starts, rest = (starts + whole * num_tokens)[has_rest], rest[has_rest]
+    longest_first = np.argsort(-rest, kind="stable")
+    rows = fill_rows(rest[longest_first], num_tokens, packing=True)
+    members = longest_first[rows.members]
+    keys = np.repeat(rest_starts[members[rows.starts[:-1]]], np.diff(rows.starts))
+    starts = np.concatenate([whole_starts, rest_starts[members]])
+    slots = np.concatenate([np.full(len(whole_starts), num_tokens), rest[members]])
+    keys = np.concatenate([whole_starts, keys])
+    order = np.lexsort((starts, keys))
+    return np.stack([starts, slots], axis=1)[order], keys[order]

@@ -1,0 +1,361 @@
+"""Hugging Face directories read onto the mesh: each device's part is filled from the files, slice by slice."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fields, text_tensor
+from maxtext_lite.hf.dequantized import open_directory
+from maxtext_lite.hf.directory import has_hf_weights
+from maxtext_lite.hf.fields import JsonObject, Keys
+from maxtext_lite.hf.names import Entry, Sizes, Table, entries_of, flat, model_of, table_of
+from maxtext_lite.hf.safetensors import (
+    DTYPES,
+    FILE_BYTES,
+    SafetensorsDir,
+    Tensor,
+    aligned_empty,
+    as_bits,
+    assign_cast,
+    is_finite,
+    write_safetensors,
+)
+from maxtext_lite.parallel import Params, exchange, on_first_host, sharding
+
+_NAMED_AT_MOST = 10  # of the tensors with one kind of problem
+
+
+def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
+    """The parameters of a Hugging Face directory, with the shardings of `abstract_params`.
+
+    No parameter is ever whole on the host, unless a device has it whole: a device's part of a stack of layers is
+    allocated, filled from views of the files and handed over before the next one. All hosts call this. Each checks what
+    it reads, and what one of them refuses, all refuse.
+
+    Args:
+      abstract_params: shapes, dtypes and shardings of the decoder's parameters.
+      key: what messages call the path.
+    Raises:
+      UserError: tensors are missing, unknown, of another shape, in a format that is not read, or contain NaN or an
+        infinity; names them.
+    """
+    problems: tuple[str, ...] = ()
+    params: Params = {}
+    try:
+        params = _load(Path(path), abstract_params, f"{key}={path}")
+    except UserError as error:
+        problems = error.problems
+    everyones = list(dict.fromkeys(problem for host in exchange(list(problems)) for problem in host))
+    if everyones:
+        raise UserError(everyones)
+    return params
+
+
+def _load(root: Path, abstract_params: Params, where: str) -> Params:
+    has_hf_weights(root)
+    fields = read_object(root / "config.json")
+    kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
+    files = _of_text(open_directory(root, text_fields(fields)), fields, where)
+    table = _as_named(table_of(kind), files)
+    model, leaves = model_of(keys), flat(abstract_params)
+    sizes = model.sizes
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
+    if keys["logits_via_embedding"]:
+        entries = [_under_another_name(entry, files) for entry in entries]
+    _refuse_other_tensors(files, entries, table, sizes, keys, where)
+    loaded: dict[str, jax.Array] = {}
+    wrong: list[str] = []
+    for entry in entries:
+        for part, path in enumerate(entry.paths):
+            loaded[path] = _on_mesh(leaves[path], entry, part, files, sizes, wrong)
+    if wrong:
+        raise UserError(list(dict.fromkeys(wrong)))
+    paths = list(leaves)
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in paths])
+
+
+def _of_text(files: SafetensorsDir, fields: JsonObject, where: str) -> SafetensorsDir:
+    """The files; for a model of text and images, its text part's tensors, by the names of a text model."""
+    if fields.get("model_type") not in TOWERS:
+        return files
+    names = {name: text_tensor(name) for name in files.tensors}
+    seen = sum(renamed is None for renamed in names.values())
+    files.rename({name: renamed for name, renamed in names.items() if renamed is not None})
+    print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
+    return files
+
+
+_HEAD = "lm_head.weight"
+
+
+def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
+    """The line of a tied model's table, with the output projection's name if only that tensor is stored."""
+    stored_as_head = _HEAD in files.tensors and entry.tensor_name(0, 0) not in files.tensors
+    if entry.paths != ("embedding/table",) or not stored_as_head:
+        return entry
+    return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
+
+
+def _as_named(table: Table, files: SafetensorsDir) -> Table:
+    """The table, without its prefix if the files' names have none."""
+    if any(name.startswith(table.prefix) for name in files.tensors):
+        return table
+    return table.named("")
+
+
+def _refuse_other_tensors(
+    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Keys, where: str
+) -> None:
+    there = files.tensors
+    several = len({stored.file for stored in there.values()}) > 1
+
+    def shown(name: str) -> str:
+        return f"{name} of {there[name].file.name}" if several else name
+
+    count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
+    if count > 2 * len(there) + 1000:
+        raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
+    wanted = {
+        name: entry.name.their_shape(sizes) for entry in entries for name, _layer, _expert in entry.tensor_names()
+    }
+    constants = {
+        name.format(layer=layer): value
+        for name, value in table.constants.items()
+        for layer in range(keys["base_num_decoder_layers"])
+    }
+    others = [
+        f"{shown(name)} is {value_text(float(files.view(name).reshape(-1)[0]))}, not {value}"
+        for name, value in constants.items()
+        if name in there and not math.isclose(files.view(name).reshape(-1)[0], value, rel_tol=0.01)
+    ]
+    missing = [name for name in wanted if name not in there]
+    passed_over = re.compile(table.passed_over)
+    unknown = [
+        name
+        for name, stored in there.items()
+        if name not in wanted and name not in constants and not passed_over.fullmatch(name) and math.prod(stored.shape)
+    ]
+    left_out = [name for name in unknown if _of_further_tokens(name, keys)]
+    if left_out:
+        print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
+    unknown = [name for name in unknown if name not in left_out]
+    if keys["logits_via_embedding"] and _HEAD in unknown and not missing:
+        _refuse_untied(files, entries, where)
+        unknown.remove(_HEAD)
+    shapes = [
+        f"{shown(name)} is {list(there[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in there and there[name].shape != shape
+    ]
+    formats = [
+        f"{shown(name)} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES
+    ]
+    kinds = (
+        (missing, "lacks tensors of the model"),
+        (list(map(shown, unknown)), "has tensors that the model has no place for"),
+        (shapes, "has tensors of other shapes than config.json says"),
+        (others, "has constants with other values than the family's"),
+        (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
+    )
+    if problems := [_naming(f"{where} {what}", found) for found, what in kinds if found]:
+        raise UserError(problems)
+
+
+def _naming(problem: str, tensors: list[str]) -> str:
+    """A problem with the first of the tensors that have it."""
+    more = f", and {len(tensors) - _NAMED_AT_MOST} more" if len(tensors) > _NAMED_AT_MOST else ""
+    named = ", ".join(map(value_text, tensors[:_NAMED_AT_MOST]))
+    tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
+    return f"{problem}: {named}{more}.{tied * (tensors == [_HEAD])}"
+
+
+def _of_further_tokens(name: str, keys: Keys) -> bool:
+    """Whether a tensor is of a head for further tokens, which the model itself does not use.
+
+    DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as mtp.
+    """
+    found = re.match(r"(model\.)?(layers\.(?P<layer>\d+)\.|mtp_)", name)
+    if not keys["routed_bias"] or found is None:
+        return False
+    return found["layer"] is None or int(found["layer"]) >= keys["base_num_decoder_layers"]
+
+
+def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
+    """Refuses an output projection that differs from a tied model's table; a second copy is allowed."""
+    (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == ("embedding/table",))
+    head, embedding = (as_bits(files.view(name)) for name in (_HEAD, table))
+    step = max(1, 2**24 // max(1, math.prod(head.shape[1:])))
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
+        np.array_equal(head[row : row + step], embedding[row : row + step]) for row in range(0, len(head), step)
+    )
+    if not same:
+        raise UserError(
+            f"{where}: lm_head.weight is not {table}, though config.json says tie_word_embeddings. "
+            "If they are meant to differ, say tie_word_embeddings=false there."
+        )
+
+
+def _on_mesh(
+    leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes, wrong: list[str]
+) -> jax.Array:
+    """One parameter, device by device; devices with the same part get one copy each.
+
+    Args:
+      wrong: a sentence is appended for each tensor with a NaN or an infinity.
+    """
+    where = leaf.sharding
+    assert where is not None
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in where.addressable_devices_indices_map(tuple(leaf.shape)).items():
+        assert index is not None
+        bounds = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, leaf.shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, holders in devices.items():
+        block = aligned_empty([end - start for start, end in bounds], leaf.dtype)
+        for name, into in _filled(block, bounds, entry, part, files, sizes):
+            if not is_finite(into):
+                wrong.append(_not_finite(files, name, into.dtype))
+        arrays += jax.block_until_ready([jax.device_put(block, device) for device in holders])
+    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), where, arrays)
+
+
+def _filled(
+    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Fills `block`, the parameter between `bounds`, from the files.
+
+    Yields each tensor's name with the part of `block` just copied from it, while that is still in the cache.
+    """
+    counted = len(entry.layer_dims)
+    number = np.arange(math.prod(entry.layer_dims)).reshape(entry.layer_dims)
+    layers = number[tuple(slice(*bound) for bound in bounds[:counted])]
+    experts = range(*bounds[counted]) if entry.name.per_expert else range(1)
+    rest = tuple(slice(*bound) for bound in bounds[counted + entry.name.per_expert :])
+    for place in np.ndindex(layers.shape):
+        for slot, expert in enumerate(experts):
+            name = entry.tensor_name(int(layers[place]), expert)
+            tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
+            into = block[(*place, slot) if entry.name.per_expert else place]
+            with np.errstate(over="ignore"):  # the caller looks for infinities
+                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])
+            yield name, into
+
+
+def _not_finite(files: SafetensorsDir, name: str, dtype: np.dtype) -> str:
+    """A sentence about a tensor with a number that is NaN or infinite in this format."""
+    stored = files.tensors[name]
+    beyond = is_finite(np.ascontiguousarray(files.view(name)))
+    kind = f"numbers beyond those of {dtype}" if beyond else "NaN or infinite numbers"
+    return f"{stored.file}: {name} holds {kind}: it is damaged, or was saved from a run that had diverged."
+
+
+def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
+    """Writes a directory with a model's tensors and its config.json, which gets these fields. All hosts call it.
+
+    Raises:
+      UserError: it cannot be written; on all hosts.
+    """
+    keys, file = model_keys(fields, "config.json"), directory / "config.json"
+    on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
+    export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
+    on_first_host(file, lambda: file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8"))
+
+
+def export_parameters(
+    directory: Path, params: Params, kind: str, keys: Keys, *, dtype: str, file_bytes: int = FILE_BYTES
+) -> None:
+    """Writes parameters as a family's tensors. All processes take part; the first one writes.
+
+    The host keeps one tensor and one layer of its parameters at a time.
+
+    Args:
+      kind: the family's model_type.
+      keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
+      dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
+      file_bytes: the size at which another file begins.
+    Raises:
+      UserError: they cannot be written; on all hosts.
+    """
+    leaves, model, table = flat(params), model_of(keys), table_of(kind)
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
+    written = np.dtype(jnp.dtype(dtype))
+    tensors = list(_tensors(entries, leaves, model.sizes, written))
+    for name, value in table.constants.items():
+        for layer in range(model.num_layers):
+            tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
+    num_made, failure = 0, None
+
+    def made(tensor: Tensor) -> np.ndarray:
+        nonlocal num_made
+        num_made += 1
+        return tensor.make()
+
+    if jax.process_index() == 0:
+        counted = [tensor._replace(make=functools.partial(made, tensor)) for tensor in tensors]
+        try:
+            write_safetensors(directory, counted, file_bytes=file_bytes)
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failure = error
+    for tensor in tensors[num_made:]:  # all hosts gather each layer: also the first one, when it can no longer write
+        tensor.make()
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+
+    on_first_host(directory, finish)
+
+
+def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
+    for entry in entries:
+        parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
+        kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
+        for name, layer, expert in entry.tensor_names():
+            make = functools.partial(_tensor, entry, parts, layer, expert, sizes)
+            yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+
+
+def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int, sizes: Sizes) -> np.ndarray:
+    """The tensor of a layer and an expert."""
+    ours = [part.layer(layer) for part in parts]
+    ours = [x[expert] for x in ours] if entry.name.per_expert else ours
+    return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
+
+
+class _Layers:
+    """A stacked parameter of which the host has one layer at a time, the last one asked for."""
+
+    def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
+        self._stacked, self._dims = stacked, layer_dims
+        self._number, self._layer = -1, np.empty(0)
+        self._take = _layer_on_every_host(stacked.sharding.mesh)  # type: ignore[attr-defined]
+
+    def layer(self, number: int) -> np.ndarray:
+        """The layer's values."""
+        if number != self._number:
+            self._layer = np.empty(0)
+            where = np.unravel_index(number, self._dims) if self._dims else ()
+            taken = self._take(self._stacked, tuple(map(int, where)))
+            self._layer, self._number = np.asarray(taken.addressable_data(0)), number
+        return self._layer
+
+
+@functools.cache  # one compilation for all parameters of one shape
+def _layer_on_every_host(mesh: Mesh) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
+    """Takes a layer of a stacked parameter, whole on every host, though each host has only its devices' part."""
+    return jax.jit(lambda stacked, index: stacked[index], out_shardings=sharding(mesh))

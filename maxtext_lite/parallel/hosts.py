@@ -1,0 +1,593 @@
+"""The number and place of this process in its run, read from what a launcher, SLURM, Open MPI or a TPU slice sets.
+
+jax itself finds the processes of a TPU slice, and does so here. For SLURM and Open MPI it reads the same variables, but
+assigns one GPU to each process of a node, whatever its share, and takes the tasks of a job for those of a step.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from maxtext_lite.config.errors import UserError, writing
+from maxtext_lite.config.kernels import Accelerator, installed_tokamax
+from maxtext_lite.config.phases import EXIT_HANGS, observers, phases
+from maxtext_lite.config.status_line import status_line
+from maxtext_lite.parallel.coordination import coordinator_address
+from maxtext_lite.parallel.mesh import over_all_devices, sharding
+
+_ADDRESS, _NUM_PROCESSES, _PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # for jobs that share nothing but a number
+_LARGEST_PORT = 65535
+_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+
+Environment = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessInfo:
+    """One of several processes.
+
+    Attributes:
+      stated_by: the source of process 0's address, as VARIABLE=value.
+      address: host:port of process 0; "" if jax finds it.
+      local_device_ids: this process's GPUs among those of the machine; None: all that it sees.
+      method: the `cluster_detection_method` with which jax finds everything; None: everything is stated here.
+    """
+
+    stated_by: str
+    num_processes: int
+    process_id: int
+    address: str = ""
+    local_device_ids: tuple[int, ...] | None = None
+    method: str | None = None
+
+
+def process_info(
+    environment: Environment, *, on_tpu: bool, metadata: Callable[[str], str] | None = None
+) -> ProcessInfo | None:
+    """The place of this process in its run; None if it is alone.
+
+    The first of these that describes several processes counts:
+
+    1. JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, as set by
+       scripts/launch_local.py. The first of them alone only replaces the address from SLURM or Open MPI.
+    2. SLURM: a step of several tasks. Tasks on one node that see the same GPUs share them equally.
+    3. Open MPI, in the same way.
+    4. On TPUs: GKE's TPU_WORKER_HOSTNAMES and MEGASCALE_*, or the metadata of a TPU VM.
+
+    Args:
+      on_tpu: whether the process will use TPUs.
+      metadata: returns an attribute of this TPU VM by name, "" if there is none.
+    Raises:
+      UserError: a description is incomplete or wrong.
+    """
+    address = environment.get(_ADDRESS, "")
+    if environment.get(_NUM_PROCESSES, "1") != "1":
+        return _stated(environment)
+    found = _slurm(environment) or _open_mpi(environment)
+    if found is None and not address:
+        return _tpu(environment, metadata or _tpu_metadata) if on_tpu else None
+    return _stated(environment) if found is None else found
+
+
+def _stated(environment: Environment) -> ProcessInfo:
+    address = _address(environment)
+    num_processes = _whole_number(environment, _NUM_PROCESSES, minimum=1)
+    process_id = _below(environment, _PROCESS_ID, num_processes, _NUM_PROCESSES)
+    return ProcessInfo(f"{_ADDRESS}={address}", num_processes, process_id, address)
+
+
+def _address(environment: Environment) -> str:
+    address = environment.get(_ADDRESS, "")
+    port = re.fullmatch(r".+:([0-9]{1,5})", address)
+    if port is None or int(port[1]) > _LARGEST_PORT:
+        raise UserError(f"{_ADDRESS}={address} is not host:port of process 0.")
+    return address
+
+
+def _slurm(environment: Environment) -> ProcessInfo | None:
+    nodes = environment.get("SLURM_STEP_NODELIST", "")  # set by srun for the processes that it starts
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    if not nodes or environment.get(count, "1") == "1":
+        return None
+    num_processes = _whole_number(environment, count, minimum=1)
+    process_id = _below(environment, "SLURM_PROCID", num_processes, count)
+    job = _whole_number(environment, "SLURM_JOB_ID", minimum=1)
+    first = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST={nodes} does not begin with a node.")
+    stated_by, address = _coordinator(
+        environment, f"SLURM_STEP_NODELIST={nodes}", "".join(part or "" for part in first.groups()), job
+    )
+    here = _tasks_on_node(environment)
+    local = None
+    if here > 1 and "SLURM_GPUS_PER_TASK" not in environment:  # with it, each task sees only its own GPUs
+        local = _share(environment, "SLURM_LOCALID", here)
+    return ProcessInfo(stated_by, num_processes, process_id, address, local)
+
+
+def _tasks_on_node(environment: Environment) -> int:
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = environment.get(name, "1")
+    counts: list[int] = []
+    for part in text.split(","):  # 2(x3),1 means 2, 2, 2, 1
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise UserError(f"{name}={text} is not a list of task counts such as 2(x3),1.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _whole_number(environment, "SLURM_NODEID", minimum=0) if len(counts) > 1 else 0
+    if node >= len(counts):
+        raise UserError(f"SLURM_NODEID={node} is not one of the {len(counts)} nodes of {name}={text}.")
+    return counts[node]
+
+
+def _open_mpi(environment: Environment) -> ProcessInfo | None:
+    count = "OMPI_COMM_WORLD_SIZE"
+    if environment.get(count, "1") == "1":
+        return None
+    num_processes = _whole_number(environment, count, minimum=1)
+    process_id = _below(environment, "OMPI_COMM_WORLD_RANK", num_processes, count)
+    launcher = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.search(r"^(\d+).*?(?:tcp6://\[([^\],]+)|tcp://([^,:]+))", launcher)
+    if found is None and _ADDRESS not in environment:
+        raise UserError(
+            f"{count}={num_processes}, but this Open MPI does not say where process 0 is. "
+            f"Set {_ADDRESS}=host:port, as in: mpirun -x {_ADDRESS}=$(hostname):{_FIRST_PORT} ..."
+        )
+    job, host = (int(found[1]) // 4096, found[2] or found[3]) if found else (0, "")
+    stated_by, address = _coordinator(environment, f"OMPI_MCA_orte_hnp_uri={launcher}", host, job)
+    here = _whole_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", minimum=1)
+    local = _share(environment, "OMPI_COMM_WORLD_LOCAL_RANK", here) if here > 1 else None
+    return ProcessInfo(stated_by, num_processes, process_id, address, local)
+
+
+def _coordinator(environment: Environment, stated_by: str, host: str, job: int) -> tuple[str, str]:
+    """(the source of process 0's address, the address as host:port)."""
+    if _ADDRESS in environment:
+        address = _address(environment)
+        return f"{_ADDRESS}={address}", address
+    port = str(_FIRST_PORT + job % _NUM_PORTS)
+    if "JAX_COORDINATOR_PORT" in environment:
+        port = str(_whole_number(environment, "JAX_COORDINATOR_PORT", minimum=1))
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{address} ({stated_by})", address
+
+
+def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[int, ...] | None:
+    """This process's GPUs on the node, where `num_sharing` processes see the same ones."""
+    if "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None  # jax reads the variable
+    index = _below(environment, variable, num_sharing, "the processes on this node")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        uses_gpus = environment.get("JAX_PLATFORMS", "cuda").startswith(("cuda", "gpu"))
+        count, named = (gpus_of_node() if uses_gpus else 0) or num_sharing, "the node"
+    else:
+        count, named = len([gpu for gpu in visible.split(",") if gpu]), f"CUDA_VISIBLE_DEVICES={visible}"
+    if count < num_sharing:  # each process sees its own
+        return None
+    if count % num_sharing:
+        raise UserError(
+            f"{named} has {count} GPUs, which {num_sharing} processes on one node cannot share "
+            f"equally. Nearest that works: {max(n for n in range(1, num_sharing) if count % n == 0)} on each node."
+        )
+    each = count // num_sharing
+    return tuple(range(index * each, (index + 1) * each))
+
+
+def gpus_of_node() -> int:
+    """NVIDIA's GPUs of this node, or those that its container shows; found without starting CUDA."""
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+
+
+def _tpu(environment: Environment, metadata: Callable[[str], str]) -> ProcessInfo | None:
+    """The place in a TPU slice, from its list of workers, or in several slices; jax finds the same by itself."""
+    name = "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environment else "TPU_WORKER_HOSTNAMES"
+    if name in environment:
+        method, number, said = "gketpu", "TPU_WORKER_ID", dict(environment)
+        workers = environment[name].split(",")
+    else:
+        method, name = "gcetpu", "worker-network-endpoints"
+        text = "" if "TPU_SKIP_MDS_QUERY" in environment else metadata(name)
+        if not text:
+            return None  # a machine with TPUs that is not a TPU VM
+        workers, number = text.split(","), "agent-worker-number"
+        said = {number: metadata(number), **_lines(metadata("tpu-env")), **environment}
+    num_slices = _whole_number(said, "MEGASCALE_NUM_SLICES", minimum=1) if said.get("MEGASCALE_NUM_SLICES") else 1
+    if len(workers) * num_slices == 1:
+        return None
+    worker = _below(said, number, len(workers), f"the workers of {name}")
+    own_slice = _below(said, "MEGASCALE_SLICE_ID", num_slices, "MEGASCALE_NUM_SLICES") if num_slices > 1 else 0
+    stated_by = f"{name}={','.join(workers)}"
+    if num_slices > 1:
+        stated_by = f"MEGASCALE_COORDINATOR_ADDRESS={said.get('MEGASCALE_COORDINATOR_ADDRESS', '')}"
+    return ProcessInfo(stated_by, len(workers) * num_slices, own_slice * len(workers) + worker, method=method)
+
+
+def _lines(text: str) -> dict[str, str]:
+    """Lines of the form KEY: 'value'."""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip().strip("'") for key, value in pairs}
+
+
+def _tpu_metadata(attribute: str) -> str:
+    request = urllib.request.Request(_METADATA + attribute, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode()
+    except OSError:  # no such attribute, or no such server: not a TPU VM
+        return ""
+
+
+def _whole_number(environment: Environment, variable: str, *, minimum: int) -> int:
+    text = environment.get(variable, "")
+    if not (text.isascii() and text.isdigit() and int(text) >= minimum):
+        raise UserError(
+            f"{variable}={text} is not a whole number of at least {minimum}. Nearest that works: {minimum}."
+        )
+    return int(text)
+
+
+def _below(environment: Environment, variable: str, count: int, counted: str) -> int:
+    number = _whole_number(environment, variable, minimum=0)
+    if number >= count:
+        named = f"{counted}={count}" if counted.isupper() else f"{count}, {counted}"
+        raise UserError(f"{variable}={number} is not below {named}. Nearest that works: {count - 1}.")
+    return number
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of a compiler.
+
+    Attributes:
+      name: without dashes or value, as xla_gpu_enable_command_buffer.
+      value: as it stands after the equals sign.
+      why: what it brings, by the compiled program.
+    """
+
+    name: str
+    value: str
+    why: str
+
+
+Compiler = Literal["gpu", "tpu"]
+
+VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
+"""The environment variable that each compiler reads its flags from, once, when it starts."""
+
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({
+    "gpu": (Flag(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        str(2 << 20),
+        "a layer's gradients are reduced one by one beside its matmuls, not all at once after them: 1 to 7 % less of a "
+        "step is spent waiting",
+    ),),
+    "tpu": (Flag(
+        "xla_tpu_scoped_vmem_limit_kib",
+        "98304",
+        "fusions around matmuls may hold larger tiles on the chip: 9 to 11 % fewer cycles of a dense layer",
+    ),),
+})  # fmt: skip
+"""What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
+
+
+_LIBRARIES: Mapping[Compiler, tuple[str, ...]] = MappingProxyType(
+    {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+)
+
+
+def installed_compilers() -> tuple[Compiler, ...]:
+    """Those whose library is installed, of which nothing is imported."""
+    return tuple(compiler for compiler, names in _LIBRARIES.items() if any(map(importlib.util.find_spec, names)))
+
+
+GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.94"
+"""The variable that says what share of a GPU's memory jax may use, and its value: the vendor's figure of an H100 or an
+H200, which plans fill, as a GPU has 6 to 7 % more. jax's default is 0.75. The rest is left to CUDA and NCCL."""
+_OLDER_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+SCHEDULED_MEMORY = Flag(
+    "xla_gpu_memory_limit_slop_factor",
+    "115",
+    "XLA may fill 115 % of 80 % of the memory, within the share above; beyond its own 95 % of 80 % it overlaps no "
+    "collectives: a program of 82 to 90 % of an H200 takes 5 % less time, and 3 % more memory",
+)
+"""What XLA's scheduler may fill. It does not know how much jax may use."""
+
+
+def set_gpu_memory() -> None:
+    """Sets the shares of a GPU's memory for jax and for XLA's scheduler, unless the environment says that for jax.
+
+    Call it before jax starts.
+    """
+    variable, share = GPU_MEMORY
+    if not os.environ.get(variable) and not os.environ.get(_OLDER_NAME):
+        os.environ[variable] = share
+        set_compiler_flags("gpu", (SCHEDULED_MEMORY,))
+
+
+def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None) -> None:
+    """Adds flags to the variable that a compiler reads, but those that it names already. Call it before jax starts.
+
+    Args:
+      flags: None: those of FLAGS.
+    """
+    variable = VARIABLES[compiler]
+    given = os.environ.get(variable, "").split()
+    named = {flag.lstrip("-").partition("=")[0] for flag in given}
+    chosen = FLAGS[compiler] if flags is None else flags
+    more = [f"--{flag.name}={flag.value}" for flag in chosen if flag.name not in named]
+    if more:
+        os.environ[variable] = " ".join([*given, *more])
+
+
+_SIMULATED = "--xla_force_host_platform_device_count="
+_NAME_SERVER_SECONDS = 10.0
+_EXIT_SECONDS = 5.0
+_NO_PORT = "Failed to start RPC server"  # as jax says it of a port that is taken
+
+
+def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
+    """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
+
+    One of several processes first joins the others, and then sees their devices too: see `cluster.process_info`. A
+    process that is alone starts nothing.
+
+    A CPU that simulates N devices gets 2 N threads. By default XLA gives it one for each core or device; inside a
+    collective every device blocks one, and if work then finds none left, XLA aborts after 40 seconds.
+
+    Args:
+      timeout_seconds: how long to wait for the other processes before the process ends with exit code 1.
+    Raises:
+      UserError: the environment describes the processes incompletely or wrongly.
+    """
+    for compiler in installed_compilers():
+        set_compiler_flags(compiler)
+        if compiler == "gpu":
+            set_gpu_memory()
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        if flag.startswith(_SIMULATED):
+            os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))
+    if not jax.distributed.is_initialized():
+        found = process_info(os.environ, on_tpu=_uses_tpu())
+        if found is not None:
+            _join_the_others(found, timeout_seconds)
+    devices = jax.devices()
+    status_line.is_first = jax.process_index() == 0
+    return devices
+
+
+def accelerator_of(device: Any) -> Accelerator:
+    """The kind of a device, as far as the choice of a kernel depends on it."""
+    if device.platform != "gpu":
+        return Accelerator(device.platform)
+    return Accelerator("gpu", device.compute_capability, installed_tokamax())
+
+
+def simulated_devices(num_devices: int) -> list[Any]:
+    """CPU devices that this process simulates, without joining others; call it before jax is asked for any device.
+
+    Raises:
+      UserError: jax is already running with fewer.
+    """
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_SIMULATED)]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_SIMULATED}{num_devices}"])
+    jax.config.update("jax_platforms", "cpu")
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise UserError(
+            f"--devices={num_devices}: jax has started with {len(devices)}. Nearest that works: {len(devices)}."
+        )
+    return devices[:num_devices]
+
+
+def devices_share_threads() -> bool:
+    """Whether they are simulated devices of a CPU, on which one program must end before the next begins.
+
+    They share a few threads: with two programs running, a collective of one can wait forever for a device whose thread
+    the other holds.
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
+def _uses_tpu() -> bool:
+    """Whether this process will use TPUs: jax lists them in its platforms if it finds any."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return "tpu" in (platforms or "").split(",")
+
+
+def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
+    for observer in observers:
+        timeout_seconds = observer.seconds_to_join(timeout_seconds)
+    # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
+    watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
+    watch.daemon = True
+    # SIGTERM stays ours: jax would have each host ask its preemption service for the step after which to save.
+    jax.config.update("jax_enable_preemption_service", False)
+    arguments: dict[str, Any] = {}
+    for observer in observers:
+        arguments |= observer.before_joining(found.process_id)
+    try:
+        address = found.address or coordinator_address(found.method, timeout_seconds)
+        _require_host(found, address)
+        watch.start()
+        jax.distributed.initialize(
+            address,
+            found.num_processes,
+            found.process_id,
+            local_device_ids=found.local_device_ids,
+            cluster_detection_method="deactivate",  # it might assign only some of the devices
+            initialization_timeout=int(timeout_seconds) + 60,
+            **arguments,
+        )
+    except (ValueError, RuntimeError) as error:
+        if _NO_PORT in str(error):
+            raise UserError(f"{found.stated_by}: process 0 cannot listen there: {_NO_PORT}.") from None
+        if isinstance(error, RuntimeError) and found.method is None:
+            raise  # about the connection; other errors mean that the environment contains what jax cannot use
+        raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
+    finally:
+        watch.cancel()
+    for observer in observers:
+        observer.after_joining(found.process_id, found.num_processes)
+    sys.excepthook = _report_and_end_soon
+
+
+def _require_host(found: ProcessInfo, address: str) -> None:
+    """Refuses a coordinator whose name has no address. In Kubernetes a pod's name has none until the pod runs."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    until = time.monotonic() + _NAME_SERVER_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or time.monotonic() > until:  # EAI_AGAIN: no name server answers now
+                raise UserError(f"{found.stated_by}: the host {host} is not known here ({error.strerror}).") from None
+        time.sleep(1)
+
+
+def end_soon(code: int) -> None:
+    """Call it when one of several processes is about to exit because it failed.
+
+    At exit jax waits for the other processes, which wait for this one in a collective: minutes, and then abort().
+    Processes with the same failure, such as a wrong config, need a moment; after a few seconds this process ends with
+    `code`. A single process has nothing to wait for, so this does nothing.
+    """
+    if jax.distributed.is_initialized():
+        watch = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+        watch.daemon = True
+        watch.start()
+
+
+def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, traceback)
+    code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+    if code == 1:
+        for observer in observers:
+            observer.failed(error)
+    end_soon(code)
+    for observer in observers:
+        observer.finish(code)
+
+
+def _give_up(found: ProcessInfo, seconds: float) -> None:
+    missing = f"not all of the {found.num_processes} processes have connected after {seconds:g} seconds"
+    print(f"error: {missing}. Process 0 is at {found.stated_by}.", file=sys.stderr, flush=True)
+    os._exit(EXIT_HANGS if observers else 1)
+
+
+Result = TypeVar("Result")
+
+_FIRST_BYTES = 2**10  # of every message, including its length; most messages are no longer
+_MOST_BYTES = 2**26  # sent at once, because they pass through the memory of the devices
+
+
+def exchange(value: Any) -> list[Any]:
+    """The value of every host, by host number. All hosts must call it, in the same order; values are JSON.
+
+    Each distinct value is sent once, and none if all hosts have the same.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    phases.arrive()
+    text = json.dumps(value).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    digests = [each.tobytes() for each in np.asarray(multihost_utils.process_allgather(digest))]
+    texts = {digest.tobytes(): text}
+    if len(set(digests)) > 1:
+        texts = {each: bytes_of_host(digests.index(each), text) for each in dict.fromkeys(digests)}
+    return [json.loads(texts[each]) for each in digests]
+
+
+def value_of_host(host: int, value: Any) -> Any:
+    """The value of one host, on every host. All hosts must call it, in the same order; that host's value is JSON."""
+    if jax.process_count() == 1:
+        return value
+    return json.loads(bytes_of_host(host, json.dumps(value).encode() if jax.process_index() == host else b""))
+
+
+def on_first_host(path: str | Path, work: Callable[[], Result]) -> Result:
+    """The result of `work()` on the first host, on every host; it is JSON. All hosts must call it, in the same order.
+
+    Args:
+      path: what `work` writes.
+    Raises:
+      UserError: on all hosts, if the first one raises an exception; that host raises the exception, or a UserError in
+        place of an OSError.
+    """
+    result, problems, failure = None, None, None
+    if jax.process_index() == 0:
+        try:
+            with writing(path):
+                result = work()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this host)
+            failure = error
+            problems = error.problems if isinstance(error, UserError) else [f"Host 0 failed: {error!r}."]
+    result, problems = value_of_host(0, [result, problems])
+    if failure is not None:
+        raise failure
+    if problems is not None:
+        raise UserError(problems)
+    return result
+
+
+def bytes_of_host(host: int, data: bytes) -> bytes:
+    """The bytes of one host, on every host. All hosts must call it, in the same order; `data` of others is ignored.
+
+    They travel in pieces padded to powers of two, so that few programs are compiled.
+    """
+    if jax.process_count() == 1:
+        return data
+    phases.arrive()
+    is_source = jax.process_index() == host
+    message = len(data).to_bytes(8, "big") + data if is_source else b""
+    found = _piece_of_host(message[:_FIRST_BYTES], _FIRST_BYTES, is_source)
+    length = 8 + int.from_bytes(found[:8], "big")
+    for start in range(_FIRST_BYTES, length, _MOST_BYTES):
+        here = min(length - start, _MOST_BYTES)
+        found += _piece_of_host(message[start : start + here], here, is_source)
+    return found[8:length]
+
+
+def _piece_of_host(piece: bytes, num_bytes: int, is_source: bool) -> bytes:
+    padded = np.zeros(1 << (num_bytes - 1).bit_length(), np.uint8)
+    padded[: len(piece)] = np.frombuffer(piece, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source)).tobytes()[:num_bytes]
+
+
+def make_any_host(mesh: Mesh) -> Callable[[bool], jax.Array]:
+    """A function from this host's flag to whether any host raised its own, a bool on the devices.
+
+    All hosts must call it, in the same order as their other device work; it does not wait.
+    """
+    split = over_all_devices(mesh)
+    any_flag = jax.jit(jnp.any, out_shardings=sharding(mesh))
+
+    def any_host(flag: bool) -> jax.Array:
+        return any_flag(jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, flag)))
+
+    return any_host
