@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a command: they end it at once while there is nothing to save, and later ask it to stop.
+"""A command's process before slow imports: its signals, its streams, and how it leaves. Only the standard library.
 
 Python runs signal handlers in the main thread, between two bytecode instructions. That is too late while XLA compiles,
 and an exception raised by a handler inside a callback from C is printed and dropped. So no handler raises: a thread

@@ -1,4 +1,4 @@
-"""A user's config shrunk for simulated devices, and the ways to split its batch over eight of them."""
+"""Whether a run depends on how its batch is split: a shrunk config, trained under every split of its batch."""
 
 import contextlib
 import dataclasses

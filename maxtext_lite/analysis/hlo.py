@@ -1,4 +1,4 @@
-"""The collectives of compiled HLO: the mesh axes they cross, how often a step runs them, and their bytes."""
+"""What a compiled program does: its collectives, its matmuls and their times, read from HLO."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The first difference of two runs: its step and metrics, the rows of that step, and saved arrays."""
+"""A step repeated from a checkpoint, and the first difference of two runs."""
 
 import contextlib
 import itertools

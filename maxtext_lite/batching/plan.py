@@ -1,4 +1,4 @@
-"""The plan of a run: every batch size and what follows from it, without the machine."""
+"""The plan of a run: every batch size and what follows from it, its table and its JSON, without the machine."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Batch-size ramp-up in closed form: the batch as a pure function of the examples seen."""
+"""What follows from the examples seen: the batch of a ramp, the length of a run, and the learning rate of a batch."""
 
 import bisect
 import functools

@@ -1,4 +1,4 @@
-"""Keys whose value is a mapping: scaling of rotary positions, temperatures of queries, widths of latent attention."""
+"""The keys of a config and their types, in sections; only configs/base.yml has their defaults and meanings."""
 
 import dataclasses
 import difflib

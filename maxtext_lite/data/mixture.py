@@ -1,4 +1,4 @@
-"""The source of the n-th row of a mixture, and the row's number within that source: a function of n alone.
+"""A mixture of sources: which source gives each row, the history over restarts, and the shares of a run.
 
 Nothing is drawn or stored, so that the rows at any positions are known without earlier ones. Weights are exact
 fractions, and rounding happens in integers, so that all hosts agree.

@@ -1,4 +1,4 @@
-"""The manifest of a prepared dataset, which `prepare` writes and every reader opens first.
+"""Prepared datasets: the manifest, the shards, and the directory that caches them.
 
 A prepared dataset is a directory. It contains ArrayRecord shards, whose records are consecutive stretches of a stream
 of token ids; the places where documents start in the stream of all shards (`DOCUMENTS_FILE`); and `manifest.json`,

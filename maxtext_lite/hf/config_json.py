@@ -1,4 +1,4 @@
-"""The `quantization_config` of a config.json: the format of its weights, refused if it cannot be read."""
+"""A Hugging Face config.json to keys and back, with the format of quantized weights."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Each parameter's name and layout in a family's checkpoints.
+"""Each parameter's name and layout in a family's checkpoints: the tables, and how their names are read.
 
 A parameter's dims are those of `config.weights`. In a checkpoint a matrix [*in, *out] is stored as torch's Linear has
 it, [out, in], a vector in one dim, a table unchanged. For any other layout a line has a pattern such as "D (N H)": the

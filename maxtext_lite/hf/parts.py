@@ -1,4 +1,4 @@
-"""Families of Hugging Face models, and their parts: each translates some fields of config.json to keys and back."""
+"""Parts of config.json that families are made of; each translates some fields to keys and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

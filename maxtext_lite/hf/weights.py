@@ -1,4 +1,4 @@
-"""Hugging Face directories read onto the mesh: each device's part is filled from the files, slice by slice."""
+"""Weights of Hugging Face directories onto the mesh and back, slice by slice."""
 
 import dataclasses
 import functools

@@ -1,8 +1,4 @@
-"""Mixture of experts: shape, weights and routing.
-
-The experts themselves run in `dropless`, which computes every choice, and in `capacity`, where an expert takes a
-limited number of tokens of each example.
-"""
+"""Mixture of experts: routing, experts with a capacity or without, and the exchange of tokens between devices."""
 
 import dataclasses
 import functools

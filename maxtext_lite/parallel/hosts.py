@@ -1,4 +1,4 @@
-"""The number and place of this process in its run, read from what a launcher, SLURM, Open MPI or a TPU slice sets.
+"""The processes of a run: where each stands, how they join, and what they tell each other outside the train step.
 
 jax itself finds the processes of a TPU slice, and does so here. For SLURM and Open MPI it reads the same variables, but
 assigns one GPU to each process of a node, whatever its share, and takes the tasks of a job for those of a step.

@@ -1,4 +1,4 @@
-"""The mesh: the devices of the run, arranged along six named axes."""
+"""The mesh of devices, the axes over which arrays are laid out, and the collectives over them."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The configured optimizer, made of Optax's parts, and its learning rate schedule."""
+"""The optimizer and its schedule, and the accumulation of gradients over micro-batches."""
 
 import dataclasses
 import operator
