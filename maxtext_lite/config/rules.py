@@ -423,8 +423,10 @@ def _tokenizer_path(config: Config) -> Violation | None:
 def _dataset(config: Config) -> Violation | None:
     """Data that only another kind of run trains on."""
     needed = source_kind(config.dataset_type).run_kind
+    if needed == config.run_kind:
+        return None
     other = next((kind for kind in load_installed("run") if kind.run_kind == needed), None)
-    if other is None or needed == config.run_kind:
+    if other is None:
         return None
     file = other.base_files[-1]
     near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
