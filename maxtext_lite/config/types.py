@@ -24,6 +24,7 @@ from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_text, value_text
 from maxtext_lite.config.registry import names
 
+_LARGEST_EXACT = 10**12
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
@@ -167,8 +168,8 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
         number = exact(value)
         if number <= 0 and number != special:
             raise WrongType(f"{rule}.", [Fraction(1)])
-        if number > _LARGEST_COUNT:
-            raise WrongType(f"must be at most {_LARGEST_COUNT}.", [_LARGEST_COUNT])
+        if number > _LARGEST_EXACT:
+            raise WrongType(f"must be at most {_LARGEST_EXACT}.", [_LARGEST_EXACT])
         return number
 
     return BeforeValidator(check)
