@@ -21,7 +21,7 @@ from maxtext_lite.config.keys import (
     source_kind,
     source_names,
 )
-from maxtext_lite.config.registry import load_installed
+from maxtext_lite.config.registry import installed_names, load_installed
 from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
 from maxtext_lite.config.weights import model_shape, stacks_of
 
@@ -601,6 +601,12 @@ def _loss_spikes(config: Config) -> Violation | None:
     return unused(config, plain, reason, {"max_loss_spike": 0}) if config.enable_diloco else None
 
 
+def _number_format(config: Config) -> Violation | None:
+    if config.quantization in ("none", *installed_names("quantization")):
+        return None
+    return violates(config, "quantization", "is not installed", "none")
+
+
 def _loss_scale(config: Config) -> Violation | None:
     if config.dtype == "float16":
         return None
@@ -613,6 +619,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _remat_lists,
     _schedule_of_replicas,
     _loss_scale,
+    _number_format,
     _loss_spikes,
     _shared_optimizer,
     *MODEL_RULES,
