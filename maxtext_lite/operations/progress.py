@@ -99,7 +99,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
     if silent := _silent(seen, silent_after):
         return Verdict(silent)
     for i, (stamp, seconds) in seen.items():
-        if stamp and stamp.has_failed and seconds > OWN_WORDS_SECONDS:
+        if stamp and stamp.has_failed and stamp.seconds + seconds > OWN_WORDS_SECONDS:
             return _failure(i, stamp)
     if any(stamp is None for stamp, _ in seen.values()):
         return None  # one has not joined yet

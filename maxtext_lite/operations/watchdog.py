@@ -19,6 +19,7 @@ from maxtext_lite.config.phases import EXIT_HANGS, Observer, Phase
 from maxtext_lite.console import complain
 from maxtext_lite.operations.progress import (
     COMPUTES,
+    ENDS_WELL,
     Seen,
     Stamp,
     Verdict,
@@ -170,6 +171,8 @@ class Watchdog(Observer):
             self.enter("end")
             self.wait_for_the_others(max(GRACE_SECONDS, self._stale))
             self._has_left = True  # jax closes its client next
+            if self._store and code not in ENDS_WELL:
+                self._exit(code)  # jax would wait for the others, which end now, and abort with a stack trace
 
     def wait_for_the_others(self, seconds: float) -> None:
         """Waits until the others know that this process ends; process 0 waits until all end, as it serves the store."""
