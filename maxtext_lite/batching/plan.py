@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
@@ -27,7 +27,9 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
+    CHUNKS,
     MOST_DEVICES,
+    SPLIT_TOGETHER,
     MeshSizes,
     Scope,
     Topology,
@@ -54,8 +56,16 @@ from maxtext_lite.config.errors import (
 )
 from maxtext_lite.config.kernels import KERNELS, Accelerator, KernelChoice, Platform, planned_kernel, token_multiple
 from maxtext_lite.config.load import defaults_of, read_config
-from maxtext_lite.config.suggest import ConfigRequest, suggest
-from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
+from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.violation import (
+    Change,
+    Number,
+    Violation,
+    changed_config,
+    divisors_around,
+    multiples_around,
+    suggest,
+)
 
 
 @dataclass(frozen=True)
@@ -465,7 +475,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Viol
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
         f"{unwhole_text(hosts)} loading hosts, not a whole number.",
-        (meant,) if meant else (divisors_of(key, num_hosts, factor),),
+        (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
     )
 
 
@@ -486,18 +496,16 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
     if replicas % data_axis == 0:
         return replicas
     message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
-    return Violation(key, message, (multiples(key, data_axis, replicas), -1))
+    return Violation(key, message, (*multiples_around(data_axis, replicas), -1))
 
 
 def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
     broken: list[Violation] = []
-    for axis in ("fsdp", "tensor", "context", "expert"):
-        # The context and expert axes split further what fsdp splits of a weight.
-        together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
+    for axis, together in SPLIT_TOGETHER.items():
         shards = math.prod(mesh.total[each] for each in together)
         if shards == 1:
             continue
-        chunks = 2 if axis == "context" else 1  # an early and a late one, which balances causal attention
+        chunks = CHUNKS[axis]
         parts = shards * chunks
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
@@ -514,14 +522,18 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
         if parts != size:
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        common = math.gcd(*model_dimensions(config, axis).values())
-        near = [
-            mesh_changes(config, num_devices, name, part, common // (parts // part)) for name, part in sizes.items()
-        ]
+        near: list[Change] = []
         if axis == "context":  # unlike the model's dims, the length is free to choose
-            near.insert(0, multiples("max_target_length", parts, config.max_target_length))
+            unit = shards * math.lcm(chunks, max(config.num_vocab_tiling, 1))
+            near += _lengths(multiples_around(unit, config.max_target_length))
+        for name, part in sizes.items():
+            near += mesh_changes(config, num_devices, name, part)
         broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
     return broken
+
+
+def _lengths(tokens: Iterable[Number]) -> list[Change]:
+    return [{"max_target_length": each} for each in tokens]
 
 
 def _context_violations(config: Config, num_shards: int) -> list[Violation]:
@@ -537,8 +549,8 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
             f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
             f"128 for each of 2 chunks on {num_shards} context shards."
         )
-        near = multiples(length, unit, config.max_target_length)
-        broken.append(Violation(key, message, (near, "auto"), rule="a kernel for shards"))
+        near = _lengths(multiples_around(unit, config.max_target_length))
+        broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
     if kernel != "auto" and not KERNELS[kernel].context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
         broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
@@ -546,7 +558,7 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
     tokens, rest = divmod(config.max_target_length, num_shards)
     if not rest and tokens % pieces:
         message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
-        broken.append(Violation(key, message, (divisors_of(key, tokens, pieces),), rule="tiles of a shard"))
+        broken.append(Violation(key, message, tuple(divisors_around(tokens, pieces)), rule="tiles of a shard"))
     return broken
 
 
@@ -571,7 +583,7 @@ def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[
     broken: list[Violation] = []
     if pieces != -1 and pieces % num_stages:
         message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
-        broken.append(Violation(key, message, (multiples(key, num_stages, pieces),)))
+        broken.append(Violation(key, message, tuple(multiples_around(num_stages, pieces))))
     if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
         broken.extend(_layer_violations(config, num_stages))
     if config.pipeline_schedule == "1f1b":
@@ -601,8 +613,8 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
             f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
             f"which {key}=1f1b splits the tokens of a microbatch for the loss."
         )
-        near = multiples("max_target_length", parts, tokens)
-        broken.append(Violation("max_target_length", message, (near,), rule="1f1b tokens"))
+        near = multiples_around(parts, tokens)
+        broken.append(Violation("max_target_length", message, tuple(near), rule="1f1b tokens"))
     return broken
 
 
@@ -614,13 +626,13 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
     rounds, rest = divmod(layers, num_stages * at_once)
     named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
     if rest:
-        near = divisors_of(key, layers // num_stages, at_once)
+        near = divisors_around(layers // num_stages, at_once)
         if layers % num_stages:
             unit = num_stages * at_once * max(repeats, 1)
-            key, near = "base_num_decoder_layers", multiples("base_num_decoder_layers", unit, layers, offset=first)
+            key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
         product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
         message = f"{named} is not a multiple of {product}."
-        return [Violation(key, message, (near,), rule="layers")]
+        return [Violation(key, message, tuple(near), rule="layers")]
     if repeats not in (-1, rounds):
         key = "num_pipeline_repeats"
         message = (
@@ -637,40 +649,8 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
                 f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
             )
             unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
-            return [Violation(key, message, (multiples(key, unit, at_once),), rule="layers")]
+            return [Violation(key, message, tuple(multiples_around(unit, at_once)), rule="layers")]
     return []
-
-
-_MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
-
-
-@dataclass(frozen=True)
-class PlanRequest(ConfigRequest):
-    """A config on a machine, both of which may be changed.
-
-    Attributes:
-      num_examples: training examples in the data, where known.
-    """
-
-    topology: Topology
-    num_examples: int | None
-
-    def changed(self, change: Change) -> Self:
-        """The same request with new values of some keys, which may include num_devices and num_hosts."""
-        machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
-        unused = {*machine, *self.config.unused_keys}
-        keys = {key: value for key, value in change.items() if key not in unused}
-        return replace(self, config=self.config.model_copy(update=keys), topology=replace(self.topology, **machine))
-
-    def violations(self) -> Iterator[Violation]:
-        """Every broken rule: of the config alone, and of the config on this machine."""
-        said: set[str] = set()
-        for violation in super().violations():
-            said.add(violation.message)
-            yield violation
-        outcome = resolve(self.config, self.topology, self.num_examples)
-        if isinstance(outcome, list):
-            yield from (violation for violation in outcome if violation.message not in said)
 
 
 def refusals(
@@ -682,7 +662,18 @@ def refusals(
       num_examples: training examples in the data, where known.
       wrong: wrong values, in place of which the config has the defaults.
     """
-    return suggest(PlanRequest(config, defaults_of(type(config)), topology, num_examples), wrong)
+
+    def violations(change: Change) -> list[Violation]:
+        machine: dict[str, Any] = {key: change[key] for key in ("num_devices", "num_hosts") if key in change}
+        changed = changed_config(config, {key: value for key, value in change.items() if key not in machine})
+        broken = [*rule_violations(changed, defaults_of(type(config)))]
+        said = {violation.message for violation in broken}
+        outcome = resolve(changed, replace(topology, **machine), num_examples)
+        if isinstance(outcome, list):
+            broken += [violation for violation in outcome if violation.message not in said]
+        return broken
+
+    return suggest(violations, wrong)
 
 
 _MOST_EXAMPLES = 2**62  # example ids are 64-bit integers

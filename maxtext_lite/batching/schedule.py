@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from maxtext_lite.batching.batch import Batch, smaller_batches
+from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
 from maxtext_lite.config.errors import number_text, short_text, unwhole_text
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
-from maxtext_lite.config.violation import Sides, Violation, divisors, multiples, one_of
+from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
@@ -242,20 +242,16 @@ def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violat
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     target = batch.per_device_batch_size
     if start >= target:
-
-        def nearest_starts() -> Sides:
-            starts = (target - number * increment for number in range(1, 65))
-            return one_of(_START, [each for each in starts if each > 0], start)()
-
+        near = [target - increment] if target > increment else []
         message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Violation(_START, message, (nearest_starts, _NO_RAMP), rule="ramp goes up")]
+        return [Violation(_START, message, (*near, _NO_RAMP), rule="ramp goes up")]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
         return []
 
     whole = int((target - start) / unit)
     increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
-    near = (one_of(_INCREMENT, increments, increment), _NO_RAMP)
+    near = (*around(increments, increment), _NO_RAMP)
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
@@ -281,7 +277,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit:
         Violation(
             key,
             f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
-            (multiples(key, unit, value), _NO_RAMP),
+            (*multiples_around(unit, value), _NO_RAMP),
             rule=f"{key} is whole",
         )
         for key in (_START, _INCREMENT)
@@ -421,7 +417,7 @@ def derive_length(
             "num_epochs",
             f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(stated, 6)} "
             "examples, not a whole number.",
-            (multiples("num_epochs", epochs / stated, epochs), Fraction(math.ceil(epochs))),
+            (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
             rule="num_epochs is whole",
         )
     if stages is None:
@@ -439,7 +435,7 @@ def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
         "num_epochs",
         f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
         f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
-        (lambda: [smaller_batches(config, first, total)], {"num_epochs": Fraction(wanted, num_examples)}),
+        (Fraction(wanted, num_examples), {"last_batch": "train"}),
         rule="a step",
     )
 
@@ -537,7 +533,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
                 f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
                 f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
                 f"that works is {largest}.",
-                (*smaller_batches(config, batch, largest)[:1], smallest, {"scale_adam_with_batch": False}),
+                (smallest, {"scale_adam_with_batch": False}),
             )
         )
     return broken

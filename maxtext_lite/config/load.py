@@ -29,8 +29,9 @@ from maxtext_lite.config.keys import (
     with_texts,
 )
 from maxtext_lite.config.registry import load, load_installed, names
-from maxtext_lite.config.suggest import ConfigRequest, suggest
+from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.types import path_problem, wrong_value
+from maxtext_lite.config.violation import changed_config, suggest
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.config.yaml import YamlValue, is_one_scalar, parse_mapping, parse_value
 
@@ -317,10 +318,12 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
       ConfigError: (a UserError) with every problem of the config.
     """
     reading = read_config(path, overrides)
-    refusals = suggest(ConfigRequest(reading.config, defaults_of(type(reading.config))), reading.wrong)
+    config = reading.config
+    defaults = defaults_of(type(config))
+    refusals = suggest(lambda change: rule_violations(changed_config(config, change), defaults), reading.wrong)
     if refused := reading.refused(refusals):
         raise ConfigError(str(refusal) for refusal in refused)
-    return reading.config
+    return config
 
 
 def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Reading:
@@ -579,7 +582,7 @@ def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> 
         if key in details:
             refusal = wrong_value(kind, details[key], key)
             right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in refusal.nearest]
-            wrong.append(replace(refusal, nearest=tuple(right)))
+            wrong.append(replace(refusal, nearest=(*right, usual[key])))
     return kind.model_validate({**legal, **usual}), wrong
 
 
