@@ -677,7 +677,6 @@ def refusals(
 
 
 _MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
-_MOST_GIGABYTES = 1_000_000
 
 
 def make_plan(
@@ -704,7 +703,7 @@ def make_plan(
     problems = _data_and_memory_refusals(config, num_examples, device_memory_gb)
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     if problems:
-        raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
+        raise UserError(map(str, [*problems, *refusals(config, topology)]))
     plan = _resolve_or_raise(config, topology, num_examples)
     plan = _with_costs(config, plan, topology.accelerator, device_memory_gb)
     return replace(plan, warnings=tuple(_warnings(config, plan, topology.accelerator)))
@@ -728,11 +727,6 @@ def _resolve_or_raise(config: Config, topology: Topology, num_examples: int | No
     return plan
 
 
-def _numbered(num_examples: int | None) -> int | None:
-    """A number of examples that can be planned with; None for any other."""
-    return num_examples if num_examples is not None and 1 <= num_examples <= _MOST_EXAMPLES else None
-
-
 def _data_and_memory_refusals(
     config: Config, num_examples: int | None, device_memory_gb: float | None
 ) -> list[Refusal]:
@@ -748,9 +742,8 @@ def _data_and_memory_refusals(
     if num_examples is not None and num_examples > _MOST_EXAMPLES:
         message = f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered."
         problems.append(Refusal("", message, (_MOST_EXAMPLES,)))
-    if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
-        message = f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
-        problems.append(Refusal("", message, (_MOST_GIGABYTES if device_memory_gb > 0 else 1,)))
+    if device_memory_gb is not None and not 0 < device_memory_gb * 1e9 < math.inf:
+        problems.append(Refusal("", f"device_memory_gb={value_text(device_memory_gb)} must be above 0.", (1,)))
     return problems
 
 
@@ -813,8 +806,8 @@ def load_plan(
     config = reading.config
     known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
     problems = _data_and_memory_refusals(config, known, device_memory_gb)
-    numbered = None if callable(num_examples) else _numbered(num_examples)
-    if refused := [*problems, *reading.refused(refusals(config, topology, numbered, reading.wrong))]:
+    usable = None if problems or callable(num_examples) else num_examples
+    if refused := [*problems, *reading.refused(refusals(config, topology, usable, reading.wrong))]:
         raise UserError(str(refusal) for refusal in refused)
     if callable(num_examples):
         num_examples = num_examples(config) if config.num_epochs else None
