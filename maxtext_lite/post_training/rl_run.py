@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import batch_sizes, make_plan
+from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
@@ -116,7 +116,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     """
     devices = start_run(config)
     machine = machine_of(devices)
-    batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
+    plan_batch(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size)
