@@ -53,9 +53,10 @@ from maxtext_lite.config.errors import (
     value_text,
 )
 from maxtext_lite.config.kernels import KERNELS, Accelerator, KernelChoice, Platform, planned_kernel, token_multiple
+from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.load import defaults_of, read_config
 from maxtext_lite.config.suggest import ConfigRequest, suggest
-from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
+from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples, violates
 
 
 @dataclass(frozen=True)
@@ -543,6 +544,11 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
     if kernel != "auto" and not KERNELS[kernel].context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
         broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
+    foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
+    if foreign:
+        rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
+        attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
+        broken.append(violates(config, "layer_pattern", rule, attention))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling
     tokens, rest = divmod(config.max_target_length, num_shards)
     if not rest and tokens % pieces:

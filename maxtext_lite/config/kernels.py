@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from maxtext_lite.config.errors import any_of
-from maxtext_lite.config.keys import Config
+from maxtext_lite.config.keys import LOCAL_KINDS, Config
 from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -219,8 +219,7 @@ def needs_of(config: Config) -> Needs:
     """What the layers and rows of a config need from a kernel."""
     return Needs(
         head_dim=config.head_dim,
-        window=any(kind.startswith("local") for kind in config.pattern)
-        and config.sliding_window_size < config.max_target_length,
+        window=not {*LOCAL_KINDS}.isdisjoint(config.pattern) and config.sliding_window_size < config.max_target_length,
         chunks="chunked" in config.pattern and config.chunk_attn_window_size < config.max_target_length,
         soft_cap=config.attn_logits_soft_cap,
         sinks=config.attention_sinks,

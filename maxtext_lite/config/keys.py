@@ -62,8 +62,21 @@ from maxtext_lite.config.types import (
     from_entries,
 )
 
-LayerKind = Literal["global", "local", "nope", "local_nope", "chunked"]
+ATTENTION_KINDS = ("global", "local", "nope", "local_nope", "chunked")
 """What a layer's attention sees: all earlier tokens, or a window of them, each also without rotation; or its chunk."""
+LOCAL_KINDS = ("local", "local_nope")
+
+
+def layer_kinds() -> tuple[str, ...]:
+    """The names that layer_pattern may have: kinds of attention, and the layers of other packages."""
+    return (*ATTENTION_KINDS, *names("layer"))
+
+
+def mixer_of(kind: str) -> str:
+    """What layers of a kind have in attention's place: attention, or the kind itself, a layer of another package."""
+    return "attention" if kind in ATTENTION_KINDS else kind
+
+
 MlpKind = Literal["moe", "dense"]
 """Whether a layer of a model with experts has experts, or a dense mlp in their place."""
 
@@ -191,9 +204,9 @@ class PositionTemperature(_Part):
             raise WrongType(f"has layers={value_text(part.layers)}, which must be all or nope.")
         return part
 
-    def of(self, kind: LayerKind) -> bool:
+    def of(self, kind: str) -> bool:
         """Whether layers of a kind have it."""
-        return self.layers == "all" or kind.endswith("nope")
+        return kind in ATTENTION_KINDS if self.layers == "all" else kind in ("nope", "local_nope")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -793,12 +806,12 @@ class ModelConfig(Section):
         return self.base_num_decoder_layers - self.first_num_dense_layers
 
     @property
-    def pattern(self) -> tuple[LayerKind, ...]:
+    def pattern(self) -> tuple[str, ...]:
         """The kinds of the first layers; the layers after them repeat the pattern."""
-        return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
+        return tuple(kind.strip() for kind in self.layer_pattern.split(","))
 
     @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer."""
         pattern = self.pattern
         return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
