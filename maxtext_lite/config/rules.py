@@ -23,7 +23,7 @@ from maxtext_lite.config.keys import (
     source_kind,
     source_names,
 )
-from maxtext_lite.config.registry import load_installed
+from maxtext_lite.config.registry import load_installed, names
 from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
 from maxtext_lite.config.weights import model_shape, stacks_of
 
@@ -62,7 +62,7 @@ def _rotary_share(config: Config) -> Violation | None:
 
 
 def _layer_pattern(config: Config) -> Violation | None:
-    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, layer_kinds(), "global"):
+    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, layer_kinds(), "global", names("layer")):
         return unknown
     other = "mla" if config.mla is not None else "trainable_position_size" if config.trainable_position_size else ""
     if not other or not {"nope", "local_nope"} & {*config.pattern}:
@@ -71,13 +71,19 @@ def _layer_pattern(config: Config) -> Violation | None:
     return violates(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
 
 
-def _unknown_kind(config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str) -> Violation | None:
+def _unknown_kind(
+    config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str, added: Sequence[str] = ()
+) -> Violation | None:
+    """The violation of a pattern that has an unknown kind, with an alike one of `added`, or the usual one, instead."""
+
+    def nearest(kind: str) -> str:
+        return kind if kind in known else next(iter(get_close_matches(kind, added, n=1)), usual)
+
     unknown = next((kind for kind in kinds if kind not in known), None)
     if unknown is None:
         return None
-    legal = ",".join(kind if kind in known else (get_close_matches(kind, known, n=1) or [usual])[0] for kind in kinds)
     rule = f"names '{value_text(unknown, 40)}', which is none of {', '.join(known)}"
-    return violates(config, key, rule, legal)
+    return violates(config, key, rule, ",".join(map(nearest, kinds)))
 
 
 def _window(config: Config) -> Violation | None:

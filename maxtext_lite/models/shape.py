@@ -38,7 +38,7 @@ class DecoderShape(ModelShape):
       scaled_embeddings: embeddings are multiplied by the square root of emb_dim.
       embedding_multiplier: embeddings are multiplied by this.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
-      attention: name of the kernel, one of `attention.KERNELS`.
+      attention: name of the kernel, a name of the registry's kind `attention`.
       quantization: of the matmuls with layers' weights.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are recomputed. None: all are kept.
