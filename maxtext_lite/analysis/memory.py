@@ -7,7 +7,8 @@ line follows from shapes; XLA fuses, reuses and copies, so its own figures (`mem
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine, Moment
@@ -27,6 +28,8 @@ from maxtext_lite.batching.topology import splits_residual
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
+from maxtext_lite.config.keys import mixer_of
+from maxtext_lite.config.weights import layer_kind, model_shape
 
 _LANES = 128  # the width of a TPU's tiles
 _PLAIN = Accelerator("cpu")
@@ -45,12 +48,14 @@ class LayerOnDevice:
     Attributes:
       mesh: size of each mesh axis.
       tokens: tokens of the device in one pass.
+      mixer: what the layer has as attention or in its place: see `config.keys.mixer_of`.
     """
 
     config: Config
     mesh: Mapping[str, int]
     tokens: int
     accelerator: Accelerator = _PLAIN
+    mixer: str = "attention"
 
     @property
     def without_experts(self) -> "LayerOnDevice":
@@ -166,6 +171,10 @@ class LayerOnDevice:
             "mlpwo": after + gated + self.choices * config.base_emb_dim,
             "expert_rows": self.rows_per_token * config.base_emb_dim,
         }
+        if (kind := layer_kind(self.mixer)) is not None:
+            named = kind.named_elements(model_shape(config))
+            of_mixer = ("query_proj", "key_proj", "value_proj", "context", "out_proj")
+            elements |= {name: Fraction(named.get(name, 0), self.tensor) for name in of_mixer}
         return {name: int(size * self.width) for name, size in elements.items()}
 
     def offloaded_bytes(self) -> int:
@@ -202,6 +211,8 @@ class LayerOnDevice:
         is kept a second time as the next matmul takes it, and the kernel's keys and values are those of all shards.
         """
         config = self.config
+        if (kind := layer_kind(self.mixer)) is not None:
+            return kind.kept_elements(model_shape(config)) * self.width // self.tensor
         elements = (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
         if self.accelerator.platform == "tpu":
             elements += self.heads * config.value_dim
@@ -244,6 +255,8 @@ class LayerOnDevice:
 
     def attention_bytes(self) -> int:
         """Bytes that the backward pass through attention works with: the gradients, and the kernel's own arrays."""
+        if (kind := layer_kind(self.mixer)) is not None:
+            return self.tokens * self.width * kind.used_elements(model_shape(self.config)) // self.tensor
         rows = Fraction(self.tokens * self.mesh["context"], self.config.max_target_length)
         gradients = self.tokens * self.width * (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
         return int(rows * self._kernel_bytes()) + gradients
@@ -344,10 +357,13 @@ def _dense_share(config: Config) -> Fraction:
 
 
 def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fraction:
-    """The mean over the model's layers, with and without experts."""
-    share = _dense_share(layer.config)
-    of_all = Fraction(bytes_of(layer))
-    return (1 - share) * of_all + share * bytes_of(layer.without_experts) if share else of_all
+    """The mean over the model's layers, with and without experts, with attention and others."""
+    config, mlps, total = layer.config, layer.config.mlp_kinds, Fraction(0)
+    kinds = Counter((mixer_of(kind), mlps[number % len(mlps)]) for number, kind in enumerate(config.layer_kinds))
+    for (mixer, mlp), count in kinds.items():
+        of_kind = dataclasses.replace(layer, mixer=mixer)
+        total += count * bytes_of(of_kind.without_experts if mlp == "dense" else of_kind)
+    return total / config.base_num_decoder_layers
 
 
 def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
@@ -360,6 +376,13 @@ def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) 
     return MemoryLine(name, "activations", size, why, moments)
 
 
+_HALF: tuple[Moment, ...] = ("attention",)
+
+
+def _bytes(lines: Sequence[MemoryLine]) -> int:
+    return sum(line.bytes for line in lines)
+
+
 def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     """What the backward pass of a layer works with."""
     config, tokens, width = layer.config, layer.tokens, layer.width
@@ -368,9 +391,14 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     of_heads = 2 * layer.heads * (layer.head_dim + layer.value_dim)
     of_heads += layer.kv_heads * (2 * layer.head_dim + layer.value_dim)
     why = "queries and keys before and after rotation, values, context as the kernel returns it and a matmul takes it"
-    yield _line("heads of a layer", tokens * of_heads * width, why, LAYERS)
-    why = "gradients, and the kernel's own arrays"
-    yield _line("attention of a layer", layer.attention_bytes(), why, ("attention",))
+    heads = _line("heads of a layer", tokens * of_heads * width, why, LAYERS)
+    attention = _line("attention of a layer", layer.attention_bytes(), "gradients, and the kernel's own arrays", _HALF)
+    lines: dict[str, tuple[MemoryLine, ...]] = {"attention": (heads, attention)}
+    for mixer in model_shape(config).layers_of:
+        if mixer != "attention":
+            size = dataclasses.replace(layer, mixer=mixer).attention_bytes()
+            lines[mixer] = (_line(f"{mixer} of a layer", size, "as its package says", _HALF),)
+    yield from max((lines[mixer] for mixer in model_shape(config).layers_of), key=_bytes)
     why = "projections or rows, hidden values and their gradients"
     yield _line("mlp of a layer", max(layer.mlp_bytes(), layer.without_experts.mlp_bytes()), why, ("mlp",))
     if layer.tensor > 1 and layer.accelerator.platform == "gpu" and splits_residual(config, layer.mesh):

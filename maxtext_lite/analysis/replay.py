@@ -16,7 +16,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.kernels import KERNELS
+from maxtext_lite.config.kernels import kernel_named
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
@@ -469,7 +469,7 @@ def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[t
 
 def _of_kernel(name: str) -> str:
     """Why a step with this attention kernel need not have the same bits; "": it has them."""
-    return "" if KERNELS[name].repeats else f"attention={name} rounds otherwise each time"
+    return "" if kernel_named(name).repeats else f"attention={name} rounds otherwise each time"
 
 
 def _other_environment(directory: Path) -> str:

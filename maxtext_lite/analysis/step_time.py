@@ -30,6 +30,7 @@ from maxtext_lite.config import Config, adapted_weights, remat_of
 from maxtext_lite.config.weights import (
     MESH_AXES_OF_WEIGHTS,
     Weight,
+    layer_kind,
     model_shape,
     num_inputs,
     num_parts,
@@ -500,11 +501,17 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     gathers = 4 if tensor > 1 else 0
     # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
     headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
-    between = ((emb / tensor, norms), (emb, gathers), (queries, headed), (keys, headed))
-    yield Operation("", tuple((size, times * layers) for size, times in between))
+    layers_of = model_shape(config).layers_of
+    attending = len(layers_of.get("attention", ())) / sizes["stage"]
+    streams = (emb / tensor, norms * layers), (emb, gathers * layers)
+    yield Operation("", (*streams, (queries, headed * attending), (keys, headed * attending)))
+    for mixer, numbers in layers_of.items():
+        if (kind := layer_kind(mixer)) is not None:
+            used = kind.used_elements(model_shape(config)) / tensor
+            yield Operation("context", ((used, len(numbers) / sizes["stage"]),))
     pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
     scores = pairs * heads * (config.head_dim + config.value_dim)
-    attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
+    attended = tuple((size, attending) for size in (queries, keys, values, heads * config.value_dim))
     yield Operation("context", attended, scores, backward=2.5)  # recomputes the scores
     if not on_tpu and sizes["context"] > 1:
         # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.

@@ -11,8 +11,9 @@ from typing import Any
 from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
+from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS
 from maxtext_lite.config.violation import divisors
-from maxtext_lite.config.weights import Weight, model_shape, num_parts, stacks_of
+from maxtext_lite.config.weights import Weight, layer_kind, model_shape, num_parts, stacks_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of each dtype."""
@@ -58,7 +59,7 @@ def count_parameters(config: ModelConfig, *, tiled: bool = False, **mesh: int) -
     """
     elements = Counter[str]()
     for part, count, weight in _weights(config, mesh):
-        elements[part] += count * _elements(weight, mesh, tiled)
+        elements[part] += count * elements_on_device(weight, mesh, tiled)
     return ParameterCount(elements["matrices"], elements["tables"], elements["norms"], elements["adapters"])
 
 
@@ -129,7 +130,7 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
 
     A matmul weight that a token passes through, the output projection included, takes 6 FLOPs per token, or 4 where it
     is frozen and has no gradient of its own; of experts, only the chosen ones count. Causal attention takes 6 per head,
-    visible key, and dim of keys and of values: see `attended_pairs`.
+    visible key, and dim of keys and of values: see `attended_pairs`. What layers of other packages add, they say.
 
     Args:
       num_tokens: a number, or an array for several documents, whose shape the result has.
@@ -140,20 +141,27 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim)
-    return num_tokens * float(of_weights) + attention * attended_pairs(config, num_tokens)
+    flops = num_tokens * float(of_weights) + attention * attended_pairs(config, num_tokens)
+    shape = model_shape(config)
+    for mixer, layers in shape.layers_of.items():
+        kind = layer_kind(mixer)
+        flops += 0 if kind is None else len(layers) * kind.flops(shape, num_tokens)
+    return flops
 
 
 def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
     """Pairs of a query and a key visible to it in a document of `num_tokens` tokens, summed over layers.
 
-    A global layer has half of the full square, a local or chunked one less.
+    A global layer has half of the full square, a local or chunked one less, and a layer without attention none.
 
     Args:
       num_tokens: a number, or an array for several documents, whose shape the result has.
     """
 
     def of_layer(kind: str) -> Any:
-        if kind.startswith("local"):
+        if kind not in ATTENTION_KINDS:
+            return 0 * num_tokens
+        if kind in LOCAL_KINDS:
             beyond = (num_tokens > config.sliding_window_size) * (num_tokens - config.sliding_window_size)
             return (num_tokens**2 - beyond**2) / 2
         if kind == "chunked":
@@ -220,7 +228,7 @@ def _parts(weight: Weight, mesh: Mapping[str, int]) -> list[int]:
     return [size // num_parts(axis, mesh) for size, axis in zip(weight.sizes, weight.axes, strict=True)]
 
 
-def _elements(weight: Weight, mesh: Mapping[str, int], tiled: bool) -> int:
+def elements_on_device(weight: Weight, mesh: Mapping[str, int], tiled: bool = False) -> int:
     """Elements of a weight on one device; if `tiled`, including the padding of a TPU's tiles of 8 x 128.
 
     Of all pairs of dims that could form the tiles, the one with the least padding counts.

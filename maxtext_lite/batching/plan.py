@@ -54,7 +54,15 @@ from maxtext_lite.config.errors import (
     unwhole_text,
     value_text,
 )
-from maxtext_lite.config.kernels import KERNELS, Accelerator, KernelChoice, Platform, planned_kernel, token_multiple
+from maxtext_lite.config.kernels import (
+    Accelerator,
+    KernelChoice,
+    Platform,
+    kernel_named,
+    planned_kernel,
+    token_multiple,
+)
+from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.load import defaults_of, read_config
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.violation import (
@@ -65,6 +73,7 @@ from maxtext_lite.config.violation import (
     divisors_around,
     multiples_around,
     suggest,
+    violates,
 )
 
 
@@ -551,9 +560,14 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
         )
         near = _lengths(multiples_around(unit, config.max_target_length))
         broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
-    if kernel != "auto" and not KERNELS[kernel].context_shards:
+    if kernel != "auto" and not kernel_named(kernel).context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
         broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
+    foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
+    if foreign:
+        rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
+        attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
+        broken.append(violates(config, "layer_pattern", rule, attention))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling
     tokens, rest = divmod(config.max_target_length, num_shards)
     if not rest and tokens % pieces:
@@ -928,7 +942,7 @@ def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     kernel, remat = plan.attention_kernel.name, remat_of(config)
     if config.balance_attention and plan.layout_shards == (plan.diloco_num_replicas or 1):
         yield "balance_attention=true changes nothing: no shard of the batch waits for another."
-    elif config.balance_attention and not KERNELS[kernel].skips_documents:
+    elif config.balance_attention and not kernel_named(kernel).skips_documents:
         yield (
             f"balance_attention=true makes no step shorter with attention={kernel}, which takes equally long for every "
             "row, whatever documents it contains."

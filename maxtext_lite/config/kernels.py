@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Literal
 
 from maxtext_lite.config.errors import any_of
-from maxtext_lite.config.keys import Config
-from maxtext_lite.config.registry import installed_names
+from maxtext_lite.config.keys import LOCAL_KINDS, Config
+from maxtext_lite.config.registry import installed_names, load, names
 from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -65,10 +64,11 @@ def installed_tokamax() -> str | None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a causal attention kernel runs on and supports.
+    """What a causal attention kernel runs on and supports: a value of `attention`, ours or another package's.
 
     Attributes:
       platform: None: any.
+      computes: `module:function` with the arguments of `models.attention.tiled_attention`.
       lacks: what it does not support of several documents in a row, attention windows, soft caps of scores, attention
         sinks, and values of another width than keys.
       most_head_dim, head_dim_multiple: the largest head width (None: any), and its divisor.
@@ -82,6 +82,7 @@ class Kernel:
     """
 
     platform: Platform | None
+    computes: str
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     lacks: tuple[Literal["documents", "windows", "soft_caps", "sinks", "value_widths"], ...] = ()
     most_head_dim: int | None = None
@@ -96,50 +97,50 @@ class Kernel:
 
 
 _NARROW = ("bfloat16", "float16")
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {
-        "splash": Kernel("tpu", token_multiple=SPLASH_BLOCK, context_shards=True),
-        "tokamax_mosaic": Kernel(
-            "gpu",
-            _NARROW,
-            most_head_dim=256,
-            head_dim_multiple=8,
-            skips_documents=True,
-            context_shards=True,
-            capabilities=("9.0", "10.0"),
-            of_tokamax=True,
-        ),
-        "cudnn_flash": Kernel(
-            "gpu",
-            _NARROW,
-            lacks=("documents", "soft_caps", "sinks", "value_widths"),
-            most_head_dim=128,
-            head_dim_multiple=8,
-            capabilities=_NVIDIA_SINCE_AMPERE,
-            repeats=False,
-        ),
-        "pallas_mha": Kernel(
-            "gpu",
-            _NARROW,
-            lacks=("windows", "soft_caps", "sinks", "value_widths"),
-            most_head_dim=128,
-            capabilities=_NVIDIA_SINCE_AMPERE,
-        ),
-        "cudnn_masked": Kernel(
-            "gpu",
-            _NARROW,
-            lacks=("soft_caps", "sinks", "value_widths"),
-            most_head_dim=128,
-            head_dim_multiple=8,
-            token_multiple=2,
-            capabilities=_NVIDIA_SINCE_AMPERE,
-            by_auto=False,
-            repeats=False,
-        ),
-        "dot_product": Kernel(None, context_shards=True),
-    }
+SPLASH = Kernel("tpu", "maxtext_lite.kernels.splash:splash_attention", token_multiple=SPLASH_BLOCK, context_shards=True)
+TOKAMAX_MOSAIC = Kernel(
+    "gpu",
+    "maxtext_lite.kernels.mosaic:mosaic_attention",
+    _NARROW,
+    most_head_dim=256,
+    head_dim_multiple=8,
+    skips_documents=True,
+    context_shards=True,
+    capabilities=("9.0", "10.0"),
+    of_tokamax=True,
 )
-"""The attention kernels; `auto` takes the first that can run.
+CUDNN_FLASH = Kernel(
+    "gpu",
+    "maxtext_lite.kernels.cudnn:cudnn_attention",
+    _NARROW,
+    lacks=("documents", "soft_caps", "sinks", "value_widths"),
+    most_head_dim=128,
+    head_dim_multiple=8,
+    capabilities=_NVIDIA_SINCE_AMPERE,
+    repeats=False,
+)
+PALLAS_MHA = Kernel(
+    "gpu",
+    "maxtext_lite.kernels.cudnn:mha_attention",
+    _NARROW,
+    lacks=("windows", "soft_caps", "sinks", "value_widths"),
+    most_head_dim=128,
+    capabilities=_NVIDIA_SINCE_AMPERE,
+)
+CUDNN_MASKED = Kernel(
+    "gpu",
+    "maxtext_lite.kernels.cudnn:cudnn_masked_attention",
+    _NARROW,
+    lacks=("soft_caps", "sinks", "value_widths"),
+    most_head_dim=128,
+    head_dim_multiple=8,
+    token_multiple=2,
+    capabilities=_NVIDIA_SINCE_AMPERE,
+    by_auto=False,
+    repeats=False,
+)
+DOT_PRODUCT = Kernel(None, "maxtext_lite.models.attention:tiled_attention", context_shards=True)
+"""The attention kernels; `auto` takes the first of the registry that can run.
 
 splash: Pallas, TPU. tokamax_mosaic: tokamax's Pallas kernels for Hopper and Blackwell, which take the first key of each
 query as the mask. cudnn_flash: cuDNN without a mask. pallas_mha: jax's own, in Triton. cudnn_masked: cuDNN with a
@@ -194,9 +195,14 @@ class KernelChoice:
         return dataclasses.asdict(self)
 
 
+def kernel_named(name: str) -> Kernel:
+    """The attention kernel of this name."""
+    return load("attention", name)
+
+
 def lacking(kernel: str, needs: Needs) -> list[str]:
     """The needs that a kernel does not support, in words; [] for a suitable one."""
-    traits = KERNELS[kernel]
+    traits = kernel_named(kernel)
     most, multiple = traits.most_head_dim, traits.head_dim_multiple
     missing = {
         "several documents in a row": needs.documents and "documents" in traits.lacks,
@@ -213,15 +219,14 @@ def lacking(kernel: str, needs: Needs) -> list[str]:
 
 def token_multiple(kernel: str, num_context_shards: int) -> int:
     """The divisor of a row's tokens that a kernel needs: each context shard has two chunks, each of whole blocks."""
-    return KERNELS[kernel].token_multiple * (1 if num_context_shards == 1 else 2 * num_context_shards)
+    return kernel_named(kernel).token_multiple * (1 if num_context_shards == 1 else 2 * num_context_shards)
 
 
 def needs_of(config: Config) -> Needs:
     """What the layers and rows of a config need from a kernel."""
     return Needs(
         head_dim=config.head_dim,
-        window=any(kind.startswith("local") for kind in config.pattern)
-        and config.sliding_window_size < config.max_target_length,
+        window=not {*LOCAL_KINDS}.isdisjoint(config.pattern) and config.sliding_window_size < config.max_target_length,
         chunks="chunked" in config.pattern and config.chunk_attn_window_size < config.max_target_length,
         soft_cap=config.attn_logits_soft_cap,
         sinks=config.attention_sinks,
@@ -231,7 +236,7 @@ def needs_of(config: Config) -> Needs:
 
 
 def attention_kernel(config: Config, accelerator: Accelerator, num_context_shards: int = 1) -> KernelChoice:
-    """The kernel that `attention` means on these devices; `auto` means the first of KERNELS that can run.
+    """The kernel that `attention` means on these devices; `auto` means the first of the registry that can run.
 
     Args:
       num_context_shards: devices that an example's tokens are split over.
@@ -245,7 +250,8 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
             why = " and ".join(reasons)
             raise ValueError(f"attention={name} cannot run: {why}. Nearest that works: {nearest.name}.")
         return KernelChoice(name)
-    for kernel, traits in KERNELS.items():
+    for kernel in names("attention"):
+        traits = kernel_named(kernel)
         reasons = _obstacles(kernel, config, accelerator, num_context_shards)
         if not reasons and traits.by_auto:
             return KernelChoice(kernel, passed_over, accelerator.assumed if traits.capabilities else "")
@@ -263,7 +269,7 @@ def planned_kernel(config: Config, accelerator: Accelerator, num_context_shards:
 
 def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_context_shards: int) -> list[str]:
     """Why a kernel cannot run; first what no other device and no other package would change."""
-    traits, length = KERNELS[kernel], config.max_target_length
+    traits, length = kernel_named(kernel), config.max_target_length
     reasons: list[str] = []
     if kernel not in installed_names("attention"):
         reasons.append("it is not installed")
@@ -292,7 +298,7 @@ def unknown_to_kernel(config: Config) -> Violation | None:
     name = config.attention
     if name == "auto":
         return None
-    kernel, length, others = KERNELS[name], config.max_target_length, tuple[object, ...](("dot_product",))
+    kernel, length, others = kernel_named(name), config.max_target_length, tuple[object, ...](("dot_product",))
     if name not in installed_names("attention"):
         return violates(config, "attention", "is not installed", *others)
     if config.dtype not in kernel.dtypes:

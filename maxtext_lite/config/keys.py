@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from maxtext_lite.config.errors import UserError, WrongType, any_of, full_text, install_text, value_text
-from maxtext_lite.config.registry import NotInstalled, load, load_installed, names
+from maxtext_lite.config.registry import NotInstalled, added_names, load, load_installed, names
 from maxtext_lite.config.types import (
     AtLeastOne,
     AutoOrFlag,
@@ -37,6 +37,7 @@ from maxtext_lite.config.types import (
     ExactOrZero,
     Flag,
     HangTimeout,
+    KernelName,
     Layers,
     LayersOrZero,
     Name,
@@ -64,8 +65,21 @@ from maxtext_lite.config.types import (
     from_entries,
 )
 
-LayerKind = Literal["global", "local", "nope", "local_nope", "chunked"]
+ATTENTION_KINDS = ("global", "local", "nope", "local_nope", "chunked")
 """What a layer's attention sees: all earlier tokens, or a window of them, each also without rotation; or its chunk."""
+LOCAL_KINDS = ("local", "local_nope")
+
+
+def layer_kinds() -> tuple[str, ...]:
+    """The names that layer_pattern may have: kinds of attention, and the layers of other packages."""
+    return (*ATTENTION_KINDS, *names("layer"))
+
+
+def mixer_of(kind: str) -> str:
+    """What layers of a kind have in attention's place: attention, or the kind itself, a layer of another package."""
+    return "attention" if kind in ATTENTION_KINDS else kind
+
+
 MlpKind = Literal["moe", "dense"]
 """Whether a layer of a model with experts has experts, or a dense mlp in their place."""
 
@@ -193,9 +207,9 @@ class PositionTemperature(_Part):
             raise WrongType(f"has layers={value_text(part.layers)}, which must be all or nope.")
         return part
 
-    def of(self, kind: LayerKind) -> bool:
+    def of(self, kind: str) -> bool:
         """Whether layers of a kind have it."""
-        return self.layers == "all" or kind.endswith("nope")
+        return kind in ATTENTION_KINDS if self.layers == "all" else kind in ("nope", "local_nope")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -467,36 +481,39 @@ def _traced_steps(value: object) -> object:
     return value
 
 
-def _tracker_names(value: object) -> str:
+def _some_of(find_known: Callable[[], Sequence[str]]) -> BeforeValidator:
     """Comma-separated names, from a list or from such text."""
-    if isinstance(value, str):  # on the command line, a list for a key of text arrives as text
-        value = [each.strip() for each in value.strip().removeprefix("[").removesuffix("]").split(",") if each.strip()]
-    if not isinstance(value, list):
-        raise WrongType("is not a list of names.")
-    names = cast("list[object]", value)
-    for name in names:
-        if name not in TRACKERS:
-            near = difflib.get_close_matches(str(name), TRACKERS, n=1)
-            raise WrongType(f"has {value_text(name, 40)}, which is none of {', '.join(TRACKERS)}.", near)
-    if len(set(names)) < len(names):
-        raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, names)))])
-    return ",".join(map(str, names))
+
+    def check(value: object) -> str:
+        if isinstance(value, str):  # on the command line, a list for a key of text arrives as text
+            inside = value.strip().removeprefix("[").removesuffix("]")
+            value = list(listed(inside))
+        if not isinstance(value, list):
+            raise WrongType("is not a list of names.")
+        given, known = cast("list[object]", value), find_known()
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                rule = f"is none of {', '.join(known)}" if known else "no installed package has"
+                raise WrongType(f"has {value_text(name, 40)}, which {rule}.", near)
+        if len(set(given)) < len(given):
+            raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, given)))])
+        return ",".join(map(str, given))
+
+    return BeforeValidator(check)
 
 
 StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
 """A number of steps, or a range of the run's steps such as 100-104."""
-TrackerNames = Annotated[str, BeforeValidator(_tracker_names)]
+TrackerNames = Annotated[str, _some_of(lambda: TRACKERS)]
 """Some of `TRACKERS`, comma-separated; may be given as a list."""
-
-
-def tracker_names(log_to: str) -> list[str]:
-    """The names in `log_to`."""
-    return [name for name in log_to.split(",") if name]
+HookNames = Annotated[str, _some_of(lambda: added_names("hook"))]
+"""Some of the hooks that other packages add, comma-separated; may be given as a list."""
 
 
 def require_trackers(log_to: str) -> None:
     """Raises a UserError if a tracker in `log_to` is not installed."""
-    extras = [name for name in tracker_names(log_to) if name != "tensorboard"]
+    extras = [name for name in listed(log_to) if name != "tensorboard"]
     if missing := [name for name in extras if importlib.util.find_spec(name) is None]:
         raise UserError(f"log_to={name} needs {name}: {install_text(name)}." for name in missing)
 
@@ -625,6 +642,7 @@ class RunConfig(Section):
     eval_steps: CountOrMinusOne
     profiler_steps: StepsToTrace
     log_to: TrackerNames
+    hooks: HookNames
     prometheus_port: Port
     prometheus_host: Name
     hang_timeout_seconds: HangTimeout
@@ -797,12 +815,12 @@ class ModelConfig(Section):
         return self.base_num_decoder_layers - self.first_num_dense_layers
 
     @property
-    def pattern(self) -> tuple[LayerKind, ...]:
+    def pattern(self) -> tuple[str, ...]:
         """The kinds of the first layers; the layers after them repeat the pattern."""
-        return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
+        return tuple(kind.strip() for kind in self.layer_pattern.split(","))
 
     @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer."""
         pattern = self.pattern
         return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
@@ -845,7 +863,7 @@ class NumericsConfig(Section):
     ]
     remat_save: Text
     remat_offload: Text
-    attention: Literal["auto", "dot_product", "pallas_mha", "cudnn_flash", "cudnn_masked", "tokamax_mosaic", "splash"]
+    attention: KernelName
     num_vocab_tiling: CountOrMinusOne
     z_loss_multiplier: NotNegative
     router_z_loss_multiplier: NotNegative

@@ -19,12 +19,12 @@ from maxtext_lite.config.errors import UserError
 
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "attention": {
-        "dot_product": "maxtext_lite.models.attention:tiled_attention",
-        "splash": "maxtext_lite.kernels.splash:splash_attention",
-        "tokamax_mosaic": "maxtext_lite.kernels.mosaic:mosaic_attention",
-        "cudnn_flash": "maxtext_lite.kernels.cudnn:cudnn_attention",
-        "cudnn_masked": "maxtext_lite.kernels.cudnn:cudnn_masked_attention",
-        "pallas_mha": "maxtext_lite.kernels.cudnn:mha_attention",
+        "splash": "maxtext_lite.config.kernels:SPLASH",
+        "tokamax_mosaic": "maxtext_lite.config.kernels:TOKAMAX_MOSAIC",
+        "cudnn_flash": "maxtext_lite.config.kernels:CUDNN_FLASH",
+        "pallas_mha": "maxtext_lite.config.kernels:PALLAS_MHA",
+        "cudnn_masked": "maxtext_lite.config.kernels:CUDNN_MASKED",
+        "dot_product": "maxtext_lite.config.kernels:DOT_PRODUCT",
     },
     "batch": {"rl": "maxtext_lite.post_training.batch:rl_batch"},
     "choose": {
@@ -83,7 +83,8 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 }
 """`module:attribute` of each name of each kind.
 
-- `attention`, `grouped_matmul`, `quantization`: kernels and number formats, whose capabilities config/kernels.py has.
+- `attention`: a `Kernel` of config/kernels.py; `auto` takes the first that can run.
+- `grouped_matmul`, `quantization`: kernels and number formats.
 - `batch`: the batch of a kind of run whose rows are sampled; see `batching.batch.SampledBatch`.
 - `choose`: the split of a batch for per_device_batch_size=auto.
 - `config_provider`: a function from the directory of load_parameters_path to the keys that it decides; see
@@ -91,7 +92,8 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `diagnosis`: a sentence on why a step was not finite, or on the nearest step that needs less memory.
 - `documents`: what renders a prepared dataset's documents that are conversations.
 - `estimate`: what a plan says about memory, and the advice about batch sizes at the end of a run.
-- `hook`: the library's own hooks; see `training.hooks`.
+- `hook`: makes a hook, see `training.hooks`: the library's own, and for the key hooks those of other packages.
+- `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
 - `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.
@@ -122,6 +124,11 @@ def _is_there(module_name: str) -> bool:
         return importlib.util.find_spec(package) is not None
     path = Path(__file__).parent.parent.joinpath(*below)  # a spec would import the packages above it
     return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def added_names(kind: str) -> tuple[str, ...]:
+    """The names of a kind that other packages add."""
+    return tuple(name for name in names(kind) if name not in _BUILT_IN.get(kind, {}))
 
 
 def is_installed(kind: str, name: str) -> bool:

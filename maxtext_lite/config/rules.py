@@ -9,19 +9,21 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.keys import (
+    LOCAL_KINDS,
     REMAT_TENSORS,
     Config,
-    LayerKind,
     MlpKind,
     ModelConfig,
     SourceList,
+    layer_kinds,
     listed,
+    mixer_of,
     objective_kind,
     objective_name,
     source_kind,
     source_names,
 )
-from maxtext_lite.config.registry import installed_names, load_installed
+from maxtext_lite.config.registry import installed_names, load_installed, names
 from maxtext_lite.config.violation import Violation, around, divisors, divisors_around, unused, violates
 from maxtext_lite.config.weights import model_shape, stacks_of
 
@@ -60,28 +62,34 @@ def _rotary_share(config: Config) -> Violation | None:
 
 
 def _layer_pattern(config: Config) -> Violation | None:
-    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, get_args(LayerKind), "global"):
+    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, layer_kinds(), "global", names("layer")):
         return unknown
     other = "mla" if config.mla is not None else "trainable_position_size" if config.trainable_position_size else ""
-    if not other or not any(kind.endswith("nope") for kind in config.pattern):
+    if not other or not {"nope", "local_nope"} & {*config.pattern}:
         return None
     rotated = config.layer_pattern.replace("local_nope", "local").replace("nope", "global")
     return violates(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
 
 
-def _unknown_kind(config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str) -> Violation | None:
+def _unknown_kind(
+    config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str, added: Sequence[str] = ()
+) -> Violation | None:
+    """The violation of a pattern that has an unknown kind, with an alike one of `added`, or the usual one, instead."""
+
+    def nearest(kind: str) -> str:
+        return kind if kind in known else next(iter(get_close_matches(kind, added, n=1)), usual)
+
     unknown = next((kind for kind in kinds if kind not in known), None)
     if unknown is None:
         return None
-    legal = ",".join(kind if kind in known else usual for kind in kinds)
     rule = f"names '{value_text(unknown, 40)}', which is none of {', '.join(known)}"
-    return violates(config, key, rule, legal)
+    return violates(config, key, rule, ",".join(map(nearest, kinds)))
 
 
 def _window(config: Config) -> Violation | None:
     """Local layers need a window, and a window needs local layers."""
-    broken = _reach(config, "sliding_window_size", ("local", "local_nope"))
-    if broken or {"local", "local_nope"} & {*config.pattern}:
+    broken = _reach(config, "sliding_window_size", LOCAL_KINDS)
+    if broken or {*LOCAL_KINDS} & {*config.pattern}:
         return broken
     reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
     return unused(config, {"rope_local_max_timescale": 0}, reason)
@@ -92,7 +100,7 @@ def _chunk(config: Config) -> Violation | None:
     return _reach(config, "chunk_attn_window_size", ("chunked",))
 
 
-def _reach(config: Config, key: str, kinds: Sequence[LayerKind]) -> Violation | None:
+def _reach(config: Config, key: str, kinds: Sequence[str]) -> Violation | None:
     """A key of the tokens that layers of these kinds see: needed by them, and without effect elsewhere."""
     pattern, kind = f"layer_pattern={value_text(config.layer_pattern)}", kinds[0]
     if not {*kinds} & {*config.pattern}:
@@ -118,6 +126,25 @@ def _mlp_pattern(config: Config) -> Violation | None:
         rule = f"beside {key}={value_text(config.mlp_pattern)}, which counts all layers"
         change = {key: both, "first_num_dense_layers": 0}
         return violates(config, "first_num_dense_layers", rule, 0, change)
+    return None
+
+
+def _mixers(config: Config) -> Violation | None:
+    """Layers of other packages occur among the layers, and beside attention go without what assumes one stack."""
+    key, pattern, layers = "layer_pattern", config.pattern, config.base_num_decoder_layers
+    mixers = [mixer_of(kind) for kind in pattern]
+    if len({*mixers}) == 1:
+        return None
+    if {*mixers[:layers]} != {*mixers}:
+        rule = f"has kinds that are not among base_num_decoder_layers={layers}"
+        return violates(config, key, rule, ",".join(pattern[:layers]))
+    beside = f"beside layer_pattern={value_text(config.layer_pattern)}"
+    if config.routed_bias:
+        return violates(config, "routed_bias", f"{beside}, whose experts are in several stacks", False)
+    if first := config.first_num_dense_layers:
+        both = ",".join(["dense"] * first + ["moe"] * (layers - first))
+        change = {"mlp_pattern": both, "first_num_dense_layers": 0}
+        return violates(config, "first_num_dense_layers", f"{beside}, which counts all layers", 0, change)
     return None
 
 
@@ -320,6 +347,7 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _head_dim,
     _rotary_share,
     _layer_pattern,
+    _mixers,
     _window,
     _chunk,
     _learned_positions,

@@ -254,6 +254,8 @@ SourceName = Annotated[str, _registered("source")]
 """A source of examples, ours or another package's."""
 ObjectiveName = Annotated[str, _registered("objective", "auto")]
 """An objective, ours or another package's, or auto."""
+KernelName = Annotated[str, _registered("attention", "auto")]
+"""An attention kernel, ours or another package's, or auto."""
 AutoOrFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
 """True, False, or auto."""
 SpecialInText = Literal["plain", "encode", "refuse"]

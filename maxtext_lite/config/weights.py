@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization
+from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, mixer_of
+from maxtext_lite.config.registry import load
 
 MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "repeats": (),
@@ -160,6 +161,7 @@ class ModelShape:
       num_dense_layers: first layers that have an mlp nevertheless.
       mlp_kinds: which of the first layers have experts, repeated by the layers after them; all of them, where
         num_dense_layers is not 0.
+      pattern: kinds of the first layers, repeated by the layers after them.
     """
 
     vocab_size: int
@@ -186,6 +188,7 @@ class ModelShape:
     experts: ExpertSizes | None = None
     num_dense_layers: int = 0
     mlp_kinds: tuple[MlpKind, ...] = ("moe",)
+    pattern: tuple[str, ...] = ("global",)
 
     def has_norm(self, name: str) -> bool:
         """Whether layers have this norm of BLOCK_NORMS, or the norm of queries or keys."""
@@ -205,25 +208,56 @@ class ModelShape:
         """Whether layers with and without experts alternate."""
         return self.experts is not None and len({*self.mlp_kinds}) > 1
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        is_moe = not self.is_mixed or self.mlp_kinds[layer % len(self.mlp_kinds)] == "moe"
+        return self.experts is not None and layer >= self.num_dense_layers and is_moe
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """What each kind of the pattern has in attention's place: attention, or the kind itself."""
+        return tuple(mixer_of(kind) for kind in self.pattern)
+
+    @property
+    def layers_of(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the layers that have each of the mixers."""
+        mixers, layers = self.mixers, range(self.num_layers)
+        return {mixer: tuple(layer for layer in layers if mixers[layer % len(mixers)] == mixer) for mixer in mixers}
+
+    def stack_name(self, layer: int) -> str | None:
+        """The name below "layers" of the stack that has a layer; None: there is one stack."""
+        names = list[str]()
+        if len({*self.mixers}) > 1:
+            names.append(self.mixers[layer % len(self.mixers)])
+        if self.is_mixed:
+            names.append(self.mlp_kinds[layer % len(self.mlp_kinds)])
+        return "_".join(names) or None
+
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """The stacks of equal layers: the numbers of their layers, by path in the parameters.
 
         The stacks below "layers" are split over pipeline stages.
         """
-        rest = tuple(range(self.num_dense_layers, self.num_layers))
-        stacks = {"dense_layers": tuple(range(self.num_dense_layers))} if self.num_dense_layers else {}
-        if not self.is_mixed:
-            return {**stacks, "layers": rest}
-        kinds = self.mlp_kinds
-        for kind in ("dense", "moe"):
-            stacks[f"layers/{kind}"] = tuple(layer for layer in rest if kinds[layer % len(kinds)] == kind)
+        first, rest = self.num_dense_layers, range(self.num_dense_layers, self.num_layers)
+        stacks = {"dense_layers": tuple(range(first))} if first else {}
+        if self.stack_name(first) is None:
+            return {**stacks, "layers": tuple(rest)}
+        for name in sorted({str(self.stack_name(layer)) for layer in rest}):
+            stacks[f"layers/{name}"] = tuple(layer for layer in rest if self.stack_name(layer) == name)
         return stacks
+
+    def of_stack(self, path: str) -> Self:
+        """The shape of the layers of a stack, which are equal."""
+        layer = next(iter(self.stacks[path]), self.num_dense_layers)
+        mixer = self.mixers[layer % len(self.mixers)]
+        pattern = tuple(kind for kind in self.pattern if mixer_of(kind) == mixer)
+        return dataclasses.replace(self, experts=self.experts if self.has_experts(layer) else None, pattern=pattern)
 
     @property
     def num_expert_layers(self) -> int:
         """The number of layers with experts, in a model that has experts."""
-        return len(self.stacks["layers/moe" if self.is_mixed else "layers"])
+        return sum(self.has_experts(layer) for layer in range(self.num_layers))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -287,6 +321,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         experts=None if config.num_experts == 1 else experts,
         num_dense_layers=config.first_num_dense_layers,
         mlp_kinds=config.mlp_kinds,
+        pattern=config.pattern,
     )
 
 
@@ -347,6 +382,62 @@ def _latent_attention_weights(shape: ModelShape, widths: Mla) -> WeightTable:
     }
 
 
+class Layer:
+    """A kind of layer that has something else in attention's place, such as a recurrence. Imports no jax.
+
+    A package adds one through an entry point `maxtext_lite.layer`, an instance of a subclass, whose name layer_pattern
+    may then have. Its weights are in the parameters where attention's are, and decide sharding, optimizer state and
+    checkpoints, and the matmuls' part of FLOPs. Elements are those of a token, and are split over tensor.
+
+    Attributes:
+      module: `module:attribute` of the half with jax, a `models.layers.Mixer`.
+    """
+
+    module: str
+
+    def weights(self, shape: ModelShape) -> WeightTable:
+        """The weights of one layer, by path."""
+        raise NotImplementedError
+
+    def state(self, shape: ModelShape) -> WeightTable:
+        """What a layer keeps of the tokens so far when it decodes: float32 arrays of each sequence, zero at first."""
+        del shape
+        return {}
+
+    def flops(self, shape: ModelShape, num_tokens: Any) -> Any:
+        """FLOPs of the forward and backward pass over a document, beside those of matmuls with weights.
+
+        Args:
+          num_tokens: a number, or an array for several documents, whose shape the result has.
+        """
+        del shape
+        return 0 * num_tokens
+
+    def named_elements(self, shape: ModelShape) -> Mapping[str, int]:
+        """Elements of the tensors that the module names (`checkpoint_name`) for the remat keys: REMAT_TENSORS."""
+        del shape
+        return {}
+
+    def kept_elements(self, shape: ModelShape) -> int:
+        """Elements kept for the backward pass with remat_policy=none, in `dtype`."""
+        raise NotImplementedError
+
+    def used_elements(self, shape: ModelShape) -> int:
+        """Elements in use at once in the backward pass, in `dtype`."""
+        raise NotImplementedError
+
+
+def layer_kind(mixer: str) -> Layer | None:
+    """The kind of layer that another package has added under this name; None: attention."""
+    return None if mixer == "attention" else load("layer", mixer)
+
+
+def mixer_weights(shape: ModelShape) -> WeightTable:
+    """The weights of attention, or of what the shape's layers, which are equal, have in its place."""
+    kind = layer_kind(shape.mixers[0])
+    return attention_weights(shape) if kind is None else kind.weights(shape)
+
+
 def mlp_weights(shape: ModelShape, width: str = "F") -> WeightTable:
     """The weights of an mlp, or of the shared expert."""
     projections = ("gate", "up") if shape.gated else ("up",)
@@ -394,7 +485,7 @@ def layer_weights(shape: ModelShape) -> WeightTable:
     norms = {name: within(name, norm_weights(shape)) if shape.has_norm(name) else {} for name in BLOCK_NORMS}
     return {
         **norms["attention_norm"],
-        **within("attention", attention_weights(shape)),
+        **within("attention", mixer_weights(shape)),
         **norms["attention_post_norm"],
         **norms["mlp_norm"],
         **within("mlp", mlp_weights(shape) if shape.experts is None else expert_weights(shape)),
@@ -419,10 +510,9 @@ def end_weights(shape: ModelShape) -> WeightTable:
 @functools.lru_cache(maxsize=64)  # a plan counts the same model many times
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
     """All weights: for each stack of equal layers the number of layers and the weights of one; "" is for the rest."""
-    without = dataclasses.replace(shape, experts=None)
     stacks = {"": (1, end_weights(shape))}
     for stack, layers in shape.stacks.items():
-        stacks[stack] = (len(layers), layer_weights(without if "dense" in stack else shape))
+        stacks[stack] = (len(layers), layer_weights(shape.of_stack(stack)))
     return stacks
 
 

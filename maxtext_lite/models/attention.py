@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_lite.config.kernels import KERNELS, Needs, lacking
-from maxtext_lite.config.registry import load
+from maxtext_lite.config.kernels import Needs, kernel_named, lacking
+from maxtext_lite.config.registry import names, resolve
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
@@ -300,7 +300,7 @@ def attention(
       segment_BT: document number of each token; padding is a document of its own. A document's tokens are contiguous.
         cudnn_flash does not read it: rows must contain one document each.
       sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
-      kernel: one of KERNELS.
+      kernel: a name of the registry's kind `attention`.
       strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
@@ -312,8 +312,8 @@ def attention(
     """
     if q_BTNH.shape[2] % k_BSKH.shape[2]:
         raise ValueError(f"{q_BTNH.shape[2]} query heads are not a multiple of {k_BSKH.shape[2]} kv heads")
-    if kernel not in KERNELS:
-        raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
+    if kernel not in names("attention"):
+        raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(names('attention'))}")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to skip
     needs = Needs(
@@ -326,9 +326,9 @@ def attention(
     )
     if lacks := lacking(kernel, needs):
         raise ValueError(f"attention={kernel} does not support {' or '.join(lacks)}. Nearest that works: dot_product.")
-    if context_shards() > 1 and not KERNELS[kernel].context_shards:
+    if context_shards() > 1 and not kernel_named(kernel).context_shards:
         raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
-    kernel_attention = load("attention", kernel)  # with the arguments of this function
+    kernel_attention = resolve(kernel_named(kernel).computes)
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
 
 

@@ -5,17 +5,17 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind, MlpKind
-from maxtext_lite.config.weights import end_weights, is_matrix, part_of
+from maxtext_lite.config.keys import mixer_of
+from maxtext_lite.config.weights import WeightTable, end_weights, is_matrix, layer_kind, part_of
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.decoding import CachedAttend, KVCache
+from maxtext_lite.models.decoding import CachedAttend, KVCache, Memory
 from maxtext_lite.models.experts import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
@@ -23,11 +23,11 @@ from maxtext_lite.models.layers import (
     BiasedHead,
     Block,
     BlockFactory,
+    DecoderLayer,
     Embedding,
     Head,
     Norm,
     OutputHead,
-    decoder_layer,
     projected,
     query_factor,
     scaled_queries,
@@ -63,8 +63,8 @@ def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.R
     return nnx.merge(graphs[0], stacked)
 
 
-Kinds = tuple[LayerKind, MlpKind | None]
-"""The kind of a layer's attention and that of its mlp, which is also its stack if there are several."""
+Kinds = tuple[str, str | None]
+"""The kind of a layer, and the name of its stack if there are several."""
 
 
 def layer_of(stack: Tree, number: jax.Array) -> Tree:
@@ -83,57 +83,57 @@ def scan_pattern(
     layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
     kinds: tuple[Kinds, ...],
     carry: Tree,
-    stacks: dict[MlpKind | None, Tree],
+    stacks: dict[str | None, Tree],
 ) -> Tree:
     """The carry after layers whose kinds follow a repeated pattern.
 
     Args:
       layer: (kinds, place, carry, stack) -> carry, for the stack's entry at that place; None: the stack is the entry.
       kinds: the pattern.
-      stacks: for each kind of mlp, leaves [L, ...]. The layers after the last whole pattern run outside the scan.
+      stacks: by name, leaves [L, ...]. The layers after the last whole pattern run outside the scan.
     """
     period, num_layers = len(kinds), sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
-    rounds, each = num_layers // period, Counter(mlp for _, mlp in kinds)
+    rounds, each = num_layers // period, Counter(name for _, name in kinds)
     if len(stacks) > 1 and rounds < 2:  # no pattern repeats
         return _in_runs(layer, [kinds[number % period] for number in range(num_layers)], carry, stacks)
     if period == 1:
-        ((_, mlp),) = kinds
-        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stacks[mlp])[0]
+        ((_, name),) = kinds
+        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stacks[name])[0]
 
-    def some(carry: Tree, stacks: dict[MlpKind | None, Tree], count: int) -> Tree:
-        done = Counter[MlpKind | None]()
+    def some(carry: Tree, stacks: dict[str | None, Tree], count: int) -> Tree:
+        done = Counter[str | None]()
         for kind in kinds[:count]:
             carry = layer(kind, done[kind[1]], carry, stacks[kind[1]])
             done[kind[1]] += 1
         return carry
 
-    def in_rounds(mlp: MlpKind | None) -> Tree:
-        whole = rounds * each[mlp]
-        return jax.tree.map(lambda x: x[:whole].reshape(rounds, each[mlp], *x.shape[1:]), stacks[mlp])
+    def in_rounds(name: str | None) -> Tree:
+        whole = rounds * each[name]
+        return jax.tree.map(lambda x: x[:whole].reshape(rounds, each[name], *x.shape[1:]), stacks[name])
 
-    def rest(mlp: MlpKind | None) -> Tree:
-        return jax.tree.map(lambda x: x[rounds * each[mlp] :], stacks[mlp])
+    def rest(name: str | None) -> Tree:
+        return jax.tree.map(lambda x: x[rounds * each[name] :], stacks[name])
 
-    whole: dict[MlpKind | None, Tree] = {mlp: in_rounds(mlp) for mlp in stacks}
+    whole: dict[str | None, Tree] = {name: in_rounds(name) for name in stacks}
     carry, _ = jax.lax.scan(lambda carry, stacks: (some(carry, stacks, period), None), carry, whole)
-    return some(carry, {mlp: rest(mlp) for mlp in stacks}, num_layers - rounds * period)
+    return some(carry, {name: rest(name) for name in stacks}, num_layers - rounds * period)
 
 
 def _in_runs(
     layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
     kinds: list[Kinds],
     carry: Tree,
-    stacks: dict[MlpKind | None, Tree],
+    stacks: dict[str | None, Tree],
 ) -> Tree:
-    """`scan_pattern` for each run of consecutive layers with the same kind of mlp."""
-    done = Counter[MlpKind | None]()
+    """`scan_pattern` for each run of consecutive layers with the same stack."""
+    done = Counter[str | None]()
     for _, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
         run = tuple(group)
-        mlp, first = run[0][1], done[run[0][1]]
-        done[mlp] += len(run)
-        part = jax.tree.map(lambda x: x[first : first + len(run)], stacks[mlp])  # noqa: B023
+        name, first = run[0][1], done[run[0][1]]
+        done[name] += len(run)
+        part = jax.tree.map(lambda x: x[first : first + len(run)], stacks[name])  # noqa: B023
         period = next(p for p in range(1, len(run) + 1) if run[p:] == run[: len(run) - p])
-        carry = scan_pattern(layer, run[:period], carry, {mlp: part})
+        carry = scan_pattern(layer, run[:period], carry, {name: part})
     return carry
 
 
@@ -177,36 +177,33 @@ class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, block: BlockFactory, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
         self.layers = _layers(shape, block, rngs)
-        first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
-        self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
+        self.dense_layers = _stack(shape, "dense_layers", block, rngs) if shape.num_dense_layers else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
 
 
 def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
-    """The layers after the first dense ones, with separate stacks for layers with and without experts."""
-    if not shape.is_mixed:
-        return stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+    """The layers after the first dense ones, in as many stacks as there are kinds with weights of their own."""
+    if "layers" in shape.stacks:
+        return _stack(shape, "layers", block, rngs)
     mixed = nnx.Module()
-    for kind, of_kind in (("dense", _dense(shape)), ("moe", shape)):
-        num_layers = len(shape.stacks[f"layers/{kind}"])
-        setattr(mixed, kind, stacked("layers", functools.partial(block, of_kind), num_layers, rngs))
+    for path in shape.stacks:
+        setattr(mixed, path.removeprefix("layers/"), _stack(shape, path, block, rngs))
     return mixed
 
 
-def _dense(shape: DecoderShape) -> DecoderShape:
-    """The shape without experts, as first dense layers have it."""
-    return dataclasses.replace(shape, experts=None)
+def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
+    of_one = functools.partial(block, shape.of_stack(path))
+    return stacked(path.partition("/")[0], of_one, len(shape.stacks[path]), rngs)
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract(shape: DecoderShape, block: BlockFactory) -> tuple[tuple[Any, Any, Any], Any]:
-    """The graphs of the modules, of a layer and of a dense layer, and the abstract parameters; found once a process."""
+def _abstract(shape: DecoderShape, block: BlockFactory) -> tuple[Any, dict[str, Any], Any]:
+    """The graph of the modules, that of a layer of each stack, and the abstract parameters; found once a process."""
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
-        of_layer = graph_of(functools.partial(block, shape))
-        of_dense = of_layer if shape.experts is None else graph_of(functools.partial(block, _dense(shape)))
-    return (graph, of_layer, of_dense), state
+        layers = {path: graph_of(functools.partial(block, shape.of_stack(path))) for path in shape.stacks}
+    return graph, layers, state
 
 
 class Decoder:
@@ -222,10 +219,9 @@ class Decoder:
       axes: a tree like `params` whose leaves are the tuples of logical axes.
     """
 
-    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = decoder_layer):
+    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = DecoderLayer):
         self.shape, self.pipeline, self.block = shape, pipeline, block
-        graphs, state = _abstract(shape, block)
-        self._graph, self._layer_graph, self._dense_layer_graph = graphs
+        self._graph, self._layer_graphs, state = _abstract(shape, block)
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
@@ -330,10 +326,13 @@ class Decoder:
 
         return self._scan(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
-    def _attend_to(self, stream: Stream) -> Callable[[LayerKind, Any, None], Attend]:
-        """The attention of each kind of layer over the stream's own tokens; it keeps nothing."""
+    def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
+        """The attention or memory of each kind of layer over the stream's own tokens; it keeps nothing."""
 
-        def of_layer(kind: LayerKind, layer: Any, cache: None) -> Attend:
+        def of_layer(kind: str, layer: Any, cache: None) -> Attend | Memory:
+            if mixer_of(kind) == kind:
+                zeros = {name: x[0] for name, x in self._states(kind, 1, stream.segment_BT.shape[0]).items()}
+                return Memory(stream.segment_BT, stream.position_BT, zeros, kind)
             segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
@@ -352,8 +351,9 @@ class Decoder:
         heads, key_dim, value_dim = shape.num_kv_heads, shape.head_dim, shape.head_dim
         if shape.latent is not None:
             heads, key_dim, value_dim = 1, shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim, None
-        return KVCache.empty(
-            num_layers=shape.num_layers,
+        layers_of = shape.layers_of
+        cache = KVCache.empty(
+            num_layers=len(layers_of.get("attention", ())),
             num_sequences=num_sequences,
             num_positions=num_positions,
             num_kv_heads=heads,
@@ -361,12 +361,32 @@ class Decoder:
             value_dim=value_dim,
             dtype=shape.dtype,
         )
+        states = {kind: self._states(kind, len(layers_of[kind]), num_sequences) for kind in self._kinds_with_state}
+        return cache._replace(states=states)
 
     @property
     def cache_axes(self) -> KVCache:
         """Logical axes of the cache; latent attention's one head is on all devices that share its queries."""
         axes: Any = (None, "batch", None if self.shape.latent else "activation_heads", None, None)
-        return KVCache(axes, None if self.shape.latent else axes)
+        states: Any = {
+            kind: {name: (None, "batch", *weight.axes) for name, weight in self._state_table(kind).items()}
+            for kind in self._kinds_with_state
+        }
+        return KVCache(axes, None if self.shape.latent else axes, states)
+
+    @property
+    def _kinds_with_state(self) -> list[str]:
+        return [mixer for mixer in self.shape.layers_of if mixer != "attention"]
+
+    def _state_table(self, kind: str) -> WeightTable:
+        layer = layer_kind(kind)
+        assert layer is not None
+        return layer.state(self.shape)
+
+    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, jax.Array]:
+        """The states of layers of a kind before the first token, [L, B, ...]."""
+        table, sizes = self._state_table(kind), (num_layers, num_sequences)
+        return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
 
     def decode(
         self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache, count_B: jax.Array | None = None
@@ -382,7 +402,14 @@ class Decoder:
         place_1T = jnp.arange(token_BT.shape[1])[None, :]
         position_BT = start_B[:, None] + place_1T
 
-        def of_layer(kind: LayerKind, layer: jax.Array, cache: KVCache) -> Attend:
+        layers_of = self.shape.layers_of
+
+        def of_layer(kind: str, number: jax.Array, cache: KVCache) -> Attend | Memory:
+            mixer = mixer_of(kind)
+            layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
+            if mixer != "attention":
+                state = {name: all_LB[layer] for name, all_LB in cache.states[kind].items()}
+                return Memory(segment_BT, position_BT, state, kind, cache, layer)
             scoring = self.shape.scoring(kind)
             scoring = dataclasses.replace(scoring, scale=scoring.scale_of(self.shape.head_dim))
             return CachedAttend(position_BT, cache, layer, scoring)
@@ -415,7 +442,7 @@ class Decoder:
         self,
         layer_params: Params,
         stream: Stream,
-        attend_of: Callable[[LayerKind, Any, Any], Attend],
+        attend_of: Callable[[str, Any, Any], Attend | Memory],
         *,
         first: int,
         cache: KVCache | None = None,
@@ -424,36 +451,36 @@ class Decoder:
         """The stream and the cache after a stack of layers, scanned a whole pattern of kinds at a time.
 
         Args:
-          attend_of: a layer's attention, from its kind, its number and the cache.
+          attend_of: a layer's attention or memory, from its kind, its number and the cache.
           first: number of a layer of the model with the kind of the stack's first one.
         """
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
-        in_first = first < shape.num_dense_layers
-        mixed = shape.is_mixed and not in_first
+        whole = "dense_layers" if first < shape.num_dense_layers else "layers"
+        mixed = whole not in shape.stacks
         # Only a cache needs a layer's number, and scores that are divided by it.
         counted = cache is not None or shape.inverse_layer_scaling
 
         of_kinds: Tree = layer_params if mixed else {None: layer_params}
 
-        def entries(mlp: MlpKind | None, params: Params) -> Tree:
+        def entries(name: str | None, params: Params) -> Tree:
             """For each layer of a stack its parameters, or with a cache its place in the stack, and its number."""
             count = jax.tree.leaves(params)[0].shape[0]
-            number = jnp.asarray(shape.stacks[f"layers/{mlp}"]) if mlp else first + jnp.arange(count)
+            number = jnp.asarray(shape.stacks[f"layers/{name}"]) if name else first + jnp.arange(count)
             return ({}, jnp.arange(count), number) if cache is not None else (params, None, number if counted else None)
 
         def layer(kinds: Kinds, place: int | None, carry: Tree, stack: Tree) -> Tree:
-            kind, mlp = kinds
-            graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
+            kind, name = kinds
+            graph = self._layer_graphs[f"layers/{name}" if name else whole]
             # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.
             params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
             if cache is not None:
-                params = layer_of(of_kinds[mlp], in_stack)
+                params = layer_of(of_kinds[name], in_stack)
             attend = attend_of(kind, number, cache)
             if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
-                attend = scaled_queries(attend, factor_BT)
+                attend = scaled_queries(cast(Attend, attend), factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, with_layer(aux, more), cache
@@ -467,11 +494,11 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        stacks: dict[MlpKind | None, Any] = {mlp: entries(mlp, params) for mlp, params in of_kinds.items()}
+        stacks: dict[str | None, Any] = {name: entries(name, params) for name, params in of_kinds.items()}
         x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
-    def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
+    def _rotation(self, stream: Stream, kind: str) -> Rotation | None:
         rope = self.shape.rope(kind)
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
 

@@ -19,10 +19,14 @@ class KVCache(NamedTuple):
     A head's positions are contiguous, in the order in which attention reads them. Latent attention has one kv head for
     all queries, whose values are the first dims of its keys: `value` is None. On a CPU two-byte numbers are stored as
     their bits, uint16: XLA would cast a whole cache to float32 to write one token's bfloat16 into it, in every layer.
+
+    Attributes:
+      states: [L, B, ...] of layers without attention, by kind and name; L counts the layers of a kind, as above.
     """
 
     key: jax.Array
     value: jax.Array | None
+    states: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
 
     @staticmethod
     def empty(
@@ -49,7 +53,36 @@ class KVCache(NamedTuple):
             more = num_positions - x_LBKSH.shape[3]
             return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
 
-        return KVCache(grown(self.key), None if self.value is None else grown(self.value))
+        return self._replace(key=grown(self.key), value=None if self.value is None else grown(self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The tokens of a layer without attention, and what it keeps of those before them.
+
+    Attributes:
+      segment_BT: document number of each token, 0 for padding, which changes no state. With a cache all tokens continue
+        one document.
+      position_BT: position of each token in its document.
+      state: after the tokens before these, float32 [B, ...] by name: zeros in training and at first.
+      cache: None: nothing is kept.
+      kind, layer: the layer's place in the cache.
+    """
+
+    segment_BT: jax.Array
+    position_BT: jax.Array
+    state: dict[str, jax.Array]
+    kind: str
+    cache: KVCache | None = None
+    layer: jax.Array | None = None
+
+    def kept(self, state: dict[str, jax.Array]) -> KVCache | None:
+        """The cache with the state after these tokens."""
+        if self.cache is None:
+            return None
+        of_kind = self.cache.states[self.kind]
+        of_kind = {name: all_LB.at[self.layer].set(state[name]) for name, all_LB in of_kind.items()}
+        return self.cache._replace(states={**self.cache.states, self.kind: of_kind})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +127,7 @@ class CachedAttend:
             of_turns = jax.lax.map(lambda turn: found(*turn), tuple(jnp.moveaxis(x, 1, 0) for x in arrays))
             parts.insert(0, jnp.moveaxis(of_turns, 0, 1).reshape(B, whole, N, -1))
         context_BTNW = jnp.concatenate(parts, axis=1)
-        return context_BTNW, KVCache(key_LBKSH, value_LBKSW)
+        return context_BTNW, self.cache._replace(key=key_LBKSH, value=value_LBKSW)
 
     def _attend(
         self,

@@ -15,18 +15,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind
+from maxtext_lite.config.keys import ATTENTION_KINDS
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.config.weights import (
     Weight,
     WeightTable,
     attention_weights,
     end_weights,
     expert_weights,
+    layer_kind,
     layer_weights,
     mlp_weights,
     part_of,
 )
-from maxtext_lite.models.decoding import CachedAttend
+from maxtext_lite.models.decoding import CachedAttend, Memory
 from maxtext_lite.models.experts import DROPPED, ExpertShape, ExpertWeights, Router, dropless, route, with_capacity
 from maxtext_lite.models.ops import (
     Activation,
@@ -189,15 +191,15 @@ def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | 
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
 
-def query_factor(
-    shape: DecoderShape, kind: LayerKind, position_BT: jax.Array, number: jax.Array | None
-) -> jax.Array | None:
+def query_factor(shape: DecoderShape, kind: str, position_BT: jax.Array, number: jax.Array | None) -> jax.Array | None:
     """The factor of a layer's queries, [B, T], float32; None: there is none.
 
     Args:
       number: the layer's, from 0.
     """
     factor_BT = None
+    if kind not in ATTENTION_KINDS:
+        return None
     if (tuning := shape.position_temperature) is not None and tuning.of(kind):
         steps_BT = jnp.floor((position_BT.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
         factor_BT = 1 + tuning.scale * jnp.log1p(steps_BT)
@@ -444,10 +446,8 @@ class Block(Protocol):
 
         Args:
           rotation: of queries and keys, for the layer's kind; None: they are not rotated.
-          attend: the only access to other tokens, for the layer's kind. It maps queries, keys, values and sinks to the
-            context; with a cache it also returns the cache. A kind with a state beside the KV cache, as in a hybrid,
-            gets a function with the arguments of that kind, which returns a cache with the state as one more leaf: a
-            block passes on any tree.
+          attend: the only access to other tokens, for the layer's kind. Of attention it maps queries, keys, values and
+            sinks to the context; with a cache it also returns the cache. A `Mixer` gets a `Memory` instead.
           real_BT: False for padding.
           drop: apply the experts' capacity, if they have one.
         """
@@ -458,18 +458,36 @@ BlockFactory = Callable[..., Block]
 """(shape, *, rngs) -> a block with new parameters."""
 
 
-class DecoderLayer(nnx.Module):
-    """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
-    and is added to the stream.
+class Mixer(Protocol):
+    """What a layer has in attention's place, an `nnx.Module`: the half with jax of a `config.weights.Layer`.
 
-    Args:
-      attention: makes the layer's attention, from the shape.
+    Made as `Mixer(shape, rngs=rngs)`, with the parameters of the Layer's weights (`declare`).
     """
 
-    def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, memory: Memory) -> tuple[jax.Array, Any]:
+        """The output [B, T, D], in the dtype of x_BTD, and `memory.kept(state)` with the state after these tokens.
+
+        Documents never mix: a token depends on earlier ones of its document alone.
+        """
+        ...
+
+
+def attention_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
+    """What the shape's layers, which are equal, have as attention or in its place: (shape, *, rngs) -> module."""
+    kind = layer_kind(shape.mixers[0])
+    if kind is not None:
+        return resolve(kind.module)
+    return Attention if shape.latent is None else LatentAttention
+
+
+class DecoderLayer(nnx.Module):
+    """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
+    and is added to the stream."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = layer_weights(shape)
         self.attention_norm = norm_in(table, "attention_norm", shape)
-        self.attention = attention(shape, rngs=rngs)
+        self.attention = attention_of(shape)(shape, rngs=rngs)
         self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
         self.mlp_norm = norm_in(table, "mlp_norm", shape)
         if shape.experts is None:
@@ -509,8 +527,3 @@ class DecoderLayer(nnx.Module):
 
 def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
     return x_BTD if norm is None else norm(x_BTD)
-
-
-def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
-    """The block of every family that a config describes."""
-    return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)

@@ -6,7 +6,8 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind, MlpKind, PositionTemperature, Quantization, RopeScaling
+from maxtext_lite.config import PositionTemperature, Quantization, RopeScaling
+from maxtext_lite.config.keys import LOCAL_KINDS
 from maxtext_lite.config.weights import ModelShape
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.experts import ExpertShape
@@ -24,7 +25,6 @@ class DecoderShape(ModelShape):
       weight_dtype: of the parameters in the optimizer.
       grad_dtype: of a matrix's gradient as it crosses `fsdp`.
       activation: of the mlp and of experts.
-      pattern: kinds of layers, repeated over all of them.
       window: tokens that a local layer's query sees.
       chunk: tokens of the chunks of a document within which chunked layers attend.
       soft_cap, final_soft_cap: c of c tanh(x / c), of scores and of logits; 0: none.
@@ -38,7 +38,7 @@ class DecoderShape(ModelShape):
       scaled_embeddings: embeddings are multiplied by the square root of emb_dim.
       embedding_multiplier: embeddings are multiplied by this.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
-      attention: name of the kernel, one of `attention.KERNELS`.
+      attention: name of the kernel, a name of the registry's kind `attention`.
       quantization: of the matmuls with layers' weights.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are recomputed. None: all are kept.
@@ -50,7 +50,6 @@ class DecoderShape(ModelShape):
 
     norm_epsilon: float = 1e-5
     activation: Activation = "silu"
-    pattern: tuple[LayerKind, ...] = ("global",)
     window: int = 0
     chunk: int = 0
     soft_cap: float = 0.0
@@ -78,22 +77,15 @@ class DecoderShape(ModelShape):
     experts: ExpertShape | None = None
     lora: Lora | None = None
 
-    def kinds_from(self, first: int) -> tuple[LayerKind, ...]:
-        """The pattern from layer `first` on."""
-        start = first % len(self.pattern)
-        return self.pattern[start:] + self.pattern[:start]
+    def layers_from(self, first: int) -> tuple[tuple[str, str | None], ...]:
+        """The kind and the name of the stack of each of a period of layers from `first` on; see `stack_name`."""
+        period = math.lcm(len(self.pattern), len(self.mlp_kinds) if self.is_mixed else 1)
+        layers = range(first, first + period)
+        return tuple((self.pattern[layer % len(self.pattern)], self.stack_name(layer)) for layer in layers)
 
-    def layers_from(self, first: int) -> tuple[tuple[LayerKind, MlpKind | None], ...]:
-        """Kinds of attention and of mlp for a period of layers from `first` on; None: all layers are in one stack."""
-        if not self.is_mixed:
-            return tuple((kind, None) for kind in self.kinds_from(first))
-        kinds, mlps = self.pattern, self.mlp_kinds
-        period = range(first, first + math.lcm(len(kinds), len(mlps)))
-        return tuple((kinds[layer % len(kinds)], mlps[layer % len(mlps)]) for layer in period)
-
-    def rope(self, kind: LayerKind) -> Rope | None:
+    def rope(self, kind: str) -> Rope | None:
         """The rotation of queries and keys in layers of this kind; None: they are not rotated."""
-        if self.num_positions or kind.endswith("nope"):
+        if self.num_positions or kind in ("nope", "local_nope"):
             return None
         dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if kind == "local" and self.rope_local_max_timescale:
@@ -105,13 +97,13 @@ class DecoderShape(ModelShape):
         """Whether a token's result depends on how many tokens follow it in its document."""
         return any(rope is not None and rope.follows_length for rope in map(self.rope, self.pattern))
 
-    def scoring(self, kind: LayerKind) -> Scoring:
+    def scoring(self, kind: str) -> Scoring:
         """How queries score keys in layers of this kind."""
         factor = 1.0 if self.latent is None else score_factor(self.rope_scaling)
         scalar = self.query_scalar or self.head_dim
         return Scoring(
             scale=None if factor == 1 and scalar == self.head_dim else factor / math.sqrt(scalar),
-            window=self.window if kind.startswith("local") else None,
+            window=self.window if kind in LOCAL_KINDS else None,
             chunk=self.chunk if kind == "chunked" else None,
             soft_cap=self.soft_cap or None,
         )

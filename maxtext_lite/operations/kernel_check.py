@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import UserError
+from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.records import with_numbers
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
@@ -193,7 +194,8 @@ def _pieces(parts: StepParts, slots: int, tokens: int) -> Iterator[Piece]:
     shape, config = parts.decoder.shape, parts.config
     least, experts = LEAST[jnp.dtype(shape.dtype).name], shape.experts
     if shape.attention != "dot_product":
-        for scoring in dict.fromkeys(dataclasses.replace(shape.scoring(kind), chunk=None) for kind in shape.pattern):
+        kinds = [kind for kind in shape.pattern if kind in ATTENTION_KINDS]
+        for scoring in dict.fromkeys(dataclasses.replace(shape.scoring(kind), chunk=None) for kind in kinds):
             yield attention_piece(shape, scoring, least)
     if experts is not None and experts.capacity_factor is None and experts.matmul != "ragged_dot":
         yield experts_piece(shape, experts, least)

@@ -19,7 +19,7 @@ from typing import Any
 from maxtext_lite.batching import format_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, without_secrets, writing
-from maxtext_lite.config.keys import tracker_names
+from maxtext_lite.config.keys import listed
 from maxtext_lite.config.records import as_object
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
@@ -97,7 +97,7 @@ def open_trackers(
     services: dict[str, Callable[..., Tracker]] = {"wandb": WandB, "mlflow": MLflow}
     opened: list[Tracker] = []
     with contextlib.ExitStack() as closing:
-        for name in tracker_names(config.log_to):
+        for name in listed(config.log_to):
             if name == "tensorboard":
                 opened.append(TensorBoard(directory / name, max(after_step + 1, 0), about))
             else:

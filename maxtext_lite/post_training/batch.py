@@ -8,11 +8,12 @@ from fractions import Fraction
 
 from maxtext_lite.batching.batch import Batch, SampledBatch
 from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine
-from maxtext_lite.batching.parameters import BYTES, count_parameters
+from maxtext_lite.batching.parameters import BYTES, count_parameters, elements_on_device
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, number_text
 from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
+from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.post_training.keys import RLRunConfig
 
@@ -26,7 +27,7 @@ class Rollout:
     Attributes:
       mesh: sizes of their axes data, fsdp and tensor; other axes have size 1.
       slots: responses generated at once, a multiple of data x fsdp.
-      params, cache: bytes per device of the copy of the parameters, and of the keys and values of all slots.
+      params, cache: bytes per device of the copy of the parameters, and of all slots' keys, values and states.
     """
 
     mesh: Mapping[str, int]
@@ -293,10 +294,15 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    cache = slots // shards * config.max_target_length * config.base_num_decoder_layers * width
-    bytes_each = BYTES[config.dtype]
+    shape, cache = model_shape(config), 0
+    for mixer, layers in shape.layers_of.items():
+        kind = layer_kind(mixer)
+        if kind is None:
+            cache += len(layers) * config.max_target_length * width * BYTES[config.dtype]
+        else:
+            cache += len(layers) * 4 * sum(elements_on_device(weight, mesh) for weight in kind.state(shape).values())
     params = -(-count_parameters(config).total // (mesh["fsdp"] * mesh["tensor"]))
-    return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
+    return Rollout(mesh, slots, BYTES[config.dtype] * params, slots // shards * cache)
 
 
 def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:

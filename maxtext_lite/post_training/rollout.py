@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
@@ -97,9 +97,12 @@ class _Slots(NamedTuple):
 
 
 def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
-    cache = [axes and sharding(mesh, ("replica", *axes)) for axes in cache_axes]
+    def of_axes(axes: tuple[str | None, ...]) -> NamedSharding:
+        return sharding(mesh, ("replica", *axes))
+
+    cache = jax.tree.map(of_axes, cache_axes, is_leaf=lambda node: type(node) is tuple)
     rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
-    return _Slots(KVCache(*cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
+    return _Slots(cache, rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
 
 
 class _Prompts(NamedTuple):
@@ -275,10 +278,10 @@ class LocalEngine:
     def _empty_slots(self) -> _Slots:
         rows = (self._num_replicas, self._slots_per_replica)
         new = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
-        cache = [x if x is None else jnp.zeros((self._num_replicas, *x.shape), x.dtype) for x in new]
+        cache = jax.tree.map(lambda x: jnp.zeros((self._num_replicas, *x.shape), x.dtype), new)
         zero_RB = jnp.zeros(rows, jnp.int32)
         return _Slots(
-            KVCache(*cache),  # type: ignore[arg-type]
+            cache,
             zero_RB,
             zero_RB,
             jnp.broadcast_to(root_key(self._seed), rows),
@@ -307,8 +310,9 @@ class LocalEngine:
             def put(all_B: jax.Array, x_B: jax.Array) -> jax.Array:
                 return all_B.at[slot_B].set(x_B.astype(all_B.dtype), mode="drop")
 
-            def put_tokens(all_LBKSH: jax.Array, x_LBKSH: jax.Array) -> jax.Array:
-                return all_LBKSH.at[:, slot_B, :, : x_LBKSH.shape[3]].set(x_LBKSH, mode="drop")
+            def put_tokens(all_LB: jax.Array, x_LB: jax.Array) -> jax.Array:
+                rest = (slice(size) for size in x_LB.shape[2:])  # of keys, the positions of the prompts
+                return all_LB.at[:, slot_B, *rest].set(x_LB, mode="drop")
 
             return _Slots(
                 jax.tree.map(put_tokens, slots.cache, cache),

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxtext_lite.config import Config
+from maxtext_lite.config.keys import listed
 from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.registry import load
 from maxtext_lite.training.arrays import Record, Rows
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.run import TrainingRun
@@ -125,7 +127,7 @@ class Restart(Exception):
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """The library's own hooks for which a config asks, in the order in which they are called.
+    """The library's own hooks for which a config asks, in the order in which they are called, then those of `hooks`.
 
     Raises:
       NotInstalled: one of them is absent, and its key is not at its default.
@@ -138,4 +140,5 @@ def hooks_of(config: Config) -> list[Hook]:
     if config.max_loss_spike and config.loss_spike_action != "stop":
         asked["spikes"] = ("max_loss_spike",)
     made = [load_asked(config, "hook", name, *keys) for name, keys in asked.items()]
+    made += [load("hook", name) for name in listed(config.hooks)]
     return [make() for make in made if make is not None]

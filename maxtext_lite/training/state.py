@@ -224,7 +224,6 @@ def decoder_shape(config: Config) -> DecoderShape:
         **vars(dataclasses.replace(shape, experts=_expert_shape(config, shape.experts))),
         norm_epsilon=config.normalization_layer_epsilon,
         activation=config.mlp_activation,
-        pattern=config.pattern,
         window=config.sliding_window_size,
         chunk=config.chunk_attn_window_size,
         soft_cap=config.attn_logits_soft_cap,

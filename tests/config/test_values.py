@@ -14,7 +14,7 @@ from maxtext_lite.config import (
     load_config,
     single_path,
 )
-from maxtext_lite.config.keys import name_of_path, require_trackers, tracker_names
+from maxtext_lite.config.keys import listed, name_of_path, require_trackers
 from maxtext_lite.config.violation import around, divisors_around, multiples_around
 from maxtext_lite.config.yaml import is_one_scalar, parse_mapping, parse_value
 
@@ -228,7 +228,7 @@ def test_a_list_of_sources_has_exact_weights_and_names_by_default():
 
 def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
     words = ["tensorboard", "[tensorboard, wandb]", "wandb, mlflow", "[]", ""]
-    assert [tracker_names(value_of(f"log_to={word}")) for word in words] == [
+    assert [list(listed(value_of(f"log_to={word}"))) for word in words] == [
         ["tensorboard"],
         ["tensorboard", "wandb"],
         ["wandb", "mlflow"],

@@ -1,0 +1,1 @@
+"""Parts of a training run that maxtext_lite finds by entry points; see pyproject.toml."""
