@@ -963,20 +963,12 @@ def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
     Args:
       more: further rows, after that of memory.
     """
-    rows: list[tuple[str, str]] = [
-        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
-        *(plan.rl.rows() if plan.rl else ()),
-        *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
-        *(_loading_rows(plan) if plan.rl is None else ()),
-        *_context_rows(plan),
-        *_pipeline_rows(plan),
-        *_length_rows(plan),
-        *_optimizer_rows(plan),
-        *_diloco_rows(plan),
-        *_rampup_rows(plan),
-        *(_memory_rows(plan.memory) if plan.memory.is_known else ()),
-        *more,
-    ]
+    rows = [*_batch_rows(plan), *_pipeline_rows(plan), *_length_rows(plan), *_optimizer_rows(plan)]
+    if plan.diloco_num_replicas is not None:
+        replicas, shards = plan.diloco_num_replicas, plan.mesh["data"]
+        held = f"{_count(replicas, 'replica')}, {replicas // shards} on each part of the data axis ({shards})"
+        rows.append(("local updates", f"{held}, synchronised every {plan.diloco_sync_period} steps"))
+    rows += [*_rampup_rows(plan), *_memory_rows(plan.memory), *more]
     warnings = (f"warning: {warning}" for warning in plan.warnings)
     return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
 
@@ -997,112 +989,65 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _mesh_text(plan: BatchPlan) -> str:
-    return mesh_text(plan.mesh, "all mesh axes 1")
-
-
 def _decimal(value: Fraction) -> str:
     """A number for reading that is never a ratio such as 3/38269."""
     text = short_text(value)
     return rounded_text(float(value)) if "/" in text else text
 
 
-def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    devices = _count(plan.num_devices, "device")
-    per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
-    micro = _count(plan.micro_batch_to_train, "example")
-    slots = f"{_count(plan.micro_batch_slots, 'slot')} over {_count(plan.batch_shards, 'batch shard')}"
-    return [
-        ("micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"),
-        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {micro}"),
-        (
-            "global_batch_to_train",
-            f"{_count(plan.global_batch_to_train, 'example')} = "
-            f"{per_device} per device x {devices} x {accumulation} accumulation",
-        ),
-        *_example_rows(plan),
-        (
-            "tokens_per_step",
-            f"{plan.tokens_per_step} = {_count(plan.global_batch_to_train, 'example')} x {_row_text(plan)} tokens",
-        ),
-        (
-            "eval batch",
-            f"{_count(plan.eval_batch_examples, 'example')} = "
-            f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
-        ),
-    ]
+def _batch_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    devices, accumulation = _count(plan.num_devices, "device"), plan.gradient_accumulation_steps
+    per_device, examples = number_text(plan.per_device_batch_size), _count(plan.global_batch_to_train, "example")
+    micro, slots = _count(plan.micro_batch_to_train, "example"), _count(plan.micro_batch_slots, "slot")
+    mesh, rows, tokens = mesh_text(plan.mesh, "all mesh axes 1"), plan.rows_per_example, plan.max_target_length
+    yield "num_devices", f"{plan.num_devices} = {mesh}, on {_count(plan.num_hosts, 'host')}"
+    if plan.rl is not None:
+        yield from plan.rl.rows()
+    yield "micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"
+    shards = f"{slots} over {_count(plan.batch_shards, 'batch shard')}"
+    yield "empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {shards} - {micro}"
+    yield "global_batch_to_train", f"{examples} = {per_device} per device x {devices} x {accumulation} accumulation"
+    if rows > 1:
+        step = plan.global_batch_to_train * rows
+        yield "rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step"
+    row = f"{tokens}" if rows == 1 else f"2 rows x {tokens}"
+    yield "tokens_per_step", f"{plan.tokens_per_step} = {examples} x {row} tokens"
+    if plan.rl is None:
+        yield from _reading_rows(plan)
+    if (shards := plan.mesh["context"]) > 1:
+        chunk = f"an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an example"
+        yield "context shards", f"{shards}, each with {chunk}"
 
 
-def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    """Rows per example, where an example has more than one."""
-    rows = plan.rows_per_example
-    if rows == 1:
-        return []
-    step = plan.global_batch_to_train * rows
-    return [("rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step")]
-
-
-def _row_text(plan: BatchPlan) -> str:
-    """Tokens of an example, with its rows as a factor if it has several."""
-    return f"{plan.max_target_length}" if plan.rows_per_example == 1 else f"2 rows x {plan.max_target_length}"
-
-
-def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    factor, hosts = plan.expansion_factor_real_data, len(plan.loading_hosts)
+def _reading_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    per_device, devices = number_text(plan.eval_per_device_batch_size), _count(plan.num_devices, "device")
+    yield "eval batch", f"{_count(plan.eval_batch_examples, 'example')} = {per_device} per device x {devices}"
+    factor, share = plan.expansion_factor_real_data, plan.examples_per_loading_host
     exact = plan.global_batch_to_train * factor
     rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
-    share = plan.examples_per_loading_host
-    about = "" if share.denominator == 1 else " on average"
-    return [
-        (
-            "global_batch_to_load",
-            f"{_count(plan.global_batch_to_load, 'slot')} = "
-            f"{_count(plan.global_batch_to_train, 'example')} x {number_text(factor)} expansion{rounded}",
-        ),
-        (
-            "loading_hosts",
-            f"{hosts} of {plan.num_hosts}, each reads {short_text(share)} example{'' if share == 1 else 's'}{about} "
-            f"in each of {_count(plan.loads_per_step, 'load')} per step",
-        ),
-    ]
+    examples = _count(plan.global_batch_to_train, "example")
+    slots = _count(plan.global_batch_to_load, "slot")
+    yield "global_batch_to_load", f"{slots} = {examples} x {number_text(factor)} expansion{rounded}"
+    read = f"{short_text(share)} example{'' if share == 1 else 's'}{'' if share.denominator == 1 else ' on average'}"
+    loads = _count(plan.loads_per_step, "load")
+    yield (
+        "loading_hosts",
+        f"{len(plan.loading_hosts)} of {plan.num_hosts}, each reads {read} in each of {loads} per step",
+    )
 
 
-def _context_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    shards, tokens = plan.mesh["context"], plan.max_target_length
-    if shards == 1:
-        return []
-    return [
-        (
-            "context shards",
-            f"{shards}, each with an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an "
-            "example",
-        )
-    ]
-
-
-def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    stages, pieces = plan.num_pipeline_stages, plan.num_pipeline_microbatches
-    if stages == 1:
-        return []
-    uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
-    return [
-        (
-            "pipeline_microbatch_size",
-            f"{_count(plan.pipeline_microbatch_size, 'example')} = "
-            f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
-        ),
-        ("pipeline_bubble_fraction", _bubble_text(plan)),
-        *(
-            (f"with {name}", _cost_text(cost))
-            for name, cost in plan.pipeline_schedules.items()
-            if len(plan.pipeline_schedules) > 1
-        ),
-    ]
-
-
-def _cost_text(cost: ScheduleCost) -> str:
-    bubble = f"bubble {float(cost.bubble_fraction):.4g}"
-    return bubble if cost.activations is None else f"{bubble}, activations {bytes_text(cost.activations)}"
+def _pipeline_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    if plan.num_pipeline_stages == 1:
+        return
+    size, uneven = _count(plan.pipeline_microbatch_size, "example"), "" if micro % pieces == 0 else ", rounded up"
+    yield "pipeline_microbatch_size", f"{size} = micro-batch {micro} / {pieces} pipeline microbatches{uneven}"
+    yield "pipeline_bubble_fraction", _bubble_text(plan)
+    if len(plan.pipeline_schedules) > 1:
+        for name, cost in plan.pipeline_schedules.items():
+            bubble = f"bubble {float(cost.bubble_fraction):.4g}"
+            bytes_held = "" if cost.activations is None else f", activations {bytes_text(cost.activations)}"
+            yield f"with {name}", bubble + bytes_held
 
 
 def _bubble_text(plan: BatchPlan) -> str:
@@ -1167,64 +1112,41 @@ def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _diloco_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    replicas = plan.diloco_num_replicas
-    if replicas is None:
-        return []
-    held = replicas // plan.mesh["data"]
-    return [
-        (
-            "local updates",
-            f"{_count(replicas, 'replica')}, {held} on each part of the data axis ({plan.mesh['data']}), "
-            f"synchronised every {plan.diloco_sync_period} steps",
-        )
-    ]
-
-
-def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
     ramp = plan.rampup
     if ramp is None:
-        return []
+        return
     done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
     target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
-    rows = [
-        (
-            "num_increments",
-            f"{ramp.num_increments} = ({target} - {start}) / {number_text(ramp.per_device_batch_size_increment)}",
-        ),
-        (
-            "samples_per_increment",
-            f"{short_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
-        ),
-        ("ramp-up", f"{_count(last.first_step - 1 - done, 'step')}{' left' * (done > 0)}; rampup_mode={ramp.mode}"),
-    ]
+    increment = number_text(ramp.per_device_batch_size_increment)
+    yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
+    each = short_text(ramp.samples_per_increment)
+    yield "samples_per_increment", f"{each} = {ramp.global_rampup_samples} / {ramp.num_increments}"
+    steps = f"{_count(last.first_step - 1 - done, 'step')}{' left' if done else ''}"
+    yield "ramp-up", f"{steps}; rampup_mode={ramp.mode}"
     shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
     for stage in shown:
         assert stage.num_steps is not None
-        rows.append(
-            (
-                "",
-                f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
-                f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
-                f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
-            )
+        yield (
+            "",
+            f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
+            f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
+            f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
         )
     if len(shown) < len(stages):
-        rows.append(("", f"... {len(stages) - len(shown)} more stages (--json has them all)"))
-    return [*rows, ("", f"from step {last.first_step}: {last.global_batch_to_train}")]
+        yield "", f"... {len(stages) - len(shown)} more stages (--json has them all)"
+    yield "", f"from step {last.first_step}: {last.global_batch_to_train}"
 
 
-def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
+_WHEN = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}
+
+
+def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    if not memory.is_known:
+        return
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
-    when = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}.get(
-        memory.peak, f"at the {memory.peak}"
-    )
-    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(
-        f"{name} {bytes_text(size)}" for name, size in parts if size
-    )
-    text += f", {when}"
-    rows = [("memory per device", text)]
+    parts = [f"{name} {bytes_text(memory.at_peak(part))}" for part, name in PARTS.items() if memory.at_peak(part)]
+    when = _WHEN.get(memory.peak, f"at the {memory.peak}")
+    yield "memory per device", f"{bytes_text(memory.total)}{limit} = {' + '.join(parts)}, {when}"
     if memory.offloaded:
-        rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))
-    return rows
+        yield "in host memory", f"{bytes_text(memory.offloaded)} per device"
