@@ -24,7 +24,7 @@ from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import steps_of_feed
-from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, hooks_of
+from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, check_callbacks, hooks_of
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
@@ -196,6 +196,7 @@ def train_run(
       prepare: of the `Restart` that began this start; None: there was none.
       signals: of the run that this one starts again; None: it is the first.
     """
+    check_callbacks(callbacks)
     hooks = [*hooks_of(run.config), *callbacks]
     terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
@@ -216,13 +217,13 @@ def train_run(
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
+        for hook in hooks:
+            open_things.callback(hook.close)
+            hook.start(run, state, counts, terminal.say)
         # An evaluation before the first step has step 0.
         log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
-        for hook in hooks:
-            open_things.callback(hook.close)
-            hook.start(run, state, counts, terminal.say)
         steps, evaluation = begin(terminal, state, counts, hooks)
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
@@ -373,8 +374,14 @@ class _Loop:
             try:
                 record = self.log.add(step, taken, state)
             except LossSpike as error:
+                restarts: list[Restart] = []
                 for hook in self.hooks:
-                    hook.on_spike(error)
+                    try:
+                        hook.on_spike(error)
+                    except Restart as restart:
+                        restarts.append(restart)
+                if restarts:
+                    raise restarts[0] from error
                 raise
             self.signals.take_requests()
             shown = state if self.shows_state else None
