@@ -115,6 +115,7 @@ ensure_environment() {
     # pip takes the half-written files of an interrupted install for installed ones: write everything again.
     if [ -f "$installing" ]; then options+=(--ignore-installed); fi
     if [ ! -t 1 ]; then options+=(--quiet); fi
+    options+=(--no-compile) # of 16,000 files most are never imported; Python compiles those that are
     printf '%s\n' "$extras" >"$installing"
     printf '%s\n' unfinished "$before" >"$stamp"
     run_and_forward_signals "$venv_python" -m pip install ${options[@]+"${options[@]}"} --disable-pip-version-check \

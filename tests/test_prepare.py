@@ -51,7 +51,7 @@ def test_silence_is_broken_by_what_prepare_does(
         next(wait())
 
     waits = wait if command == ["inspect"] else wait_at_once
-    monkeypatch.setattr(f"maxtext_lite.data.preparing.{slow}", waits)
+    monkeypatch.setattr(f"maxtext_lite.preparation.{slow}", waits)
     often = functools.partial(StatusLine, 0.01)
     monkeypatch.setattr(prepare, "StatusLine", often)
     given = [str(tmp_path / "out")] if command == ["inspect"] else words[:2]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config, packaged_file
 from maxtext_lite.config.errors import setting_text
-from maxtext_lite.config.keys import ModelConfig
+from maxtext_lite.config.keys import ModelConfig, source_kind
 
 EXAMPLES = 16
 """Examples of a step."""
@@ -67,7 +67,7 @@ def shrunk(config: Config) -> dict[str, object]:
             "enable_diloco=true: each replica updates its own model, so another split is another run. Nearest that "
             "works: enable_diloco=false."
         )
-    pretrains = config.dataset_type not in ("sft", "dpo")
+    pretrains = source_kind(config.dataset_type).data == "text"
     num_tokens = _TOKENS if pretrains else min(config.max_target_length, _MOST_TOKENS)
     share = num_tokens / config.max_target_length
     dense = min(config.first_num_dense_layers, 1)

@@ -17,6 +17,7 @@ from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import kernel_named
+from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
@@ -434,14 +435,18 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Confi
     newest, starts = _starts(where / "checkpoints")
     settings = settings_at(starts, step) if step <= newest else []
     config = config_of_run(directory, [*settings, *overrides])
-    kind = "reinforcement learning" if config.run_kind == "rl" else config.dataset_type
-    reasons = {
-        "reinforcement learning": "its responses were sampled and are not stored",
-        "dpo": "its rows are pairs, whose reference is computed before the first step",
-    }
-    if kind in reasons:
-        raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
+    if config.run_kind == "rl":
+        raise UserError(
+            _not_replayed(directory, "reinforcement learning", "its responses were sampled and are not stored")
+        )
+    if source_kind(config.dataset_type).data == "pairs":
+        why = "its rows are pairs, whose reference is computed before the first step"
+        raise UserError(_not_replayed(directory, config.dataset_type, why))
     return config, starts
+
+
+def _not_replayed(directory: Path, kind: str, why: str) -> str:
+    return f"RUN_DIR={directory} is a run of {kind}: {why}. replay takes pre-training and SFT."
 
 
 def _starts(checkpoints: Path) -> tuple[int, Starts]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.keys import LOCAL_KINDS, Config
-from maxtext_lite.config.registry import load, names
+from maxtext_lite.config.registry import installed_names, is_there, load, names
 from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -271,6 +271,8 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
     """Why a kernel cannot run; first what no other device and no other package would change."""
     traits, length = kernel_named(kernel), config.max_target_length
     reasons: list[str] = []
+    if not is_there(traits.computes):
+        reasons.append("it is not installed")
     if config.dtype not in traits.dtypes:
         reasons.append(f"it does not compute in dtype={config.dtype}")
     if lacks := lacking(kernel, needs_of(config)):
@@ -297,6 +299,8 @@ def unknown_to_kernel(config: Config) -> Violation | None:
     if name == "auto":
         return None
     kernel, length, others = kernel_named(name), config.max_target_length, tuple[object, ...](("dot_product",))
+    if not is_there(kernel.computes):
+        return violates(config, "attention", "is not installed", *others)
     if config.dtype not in kernel.dtypes:
         rule = f"does not compute in dtype={config.dtype}"
         return violates(config, "attention", rule, {"dtype": "bfloat16"}, *others)
@@ -324,9 +328,10 @@ def grouped_matmul_kernel(accelerator: Accelerator, dtype: str) -> GroupedMatmul
     Args:
       dtype: of activations; tokamax needs two bytes, and has both passes on compute capability 9.0 only.
     """
+    installed = installed_names("grouped_matmul")
     if accelerator.platform != "gpu":
-        return "megablox" if accelerator.platform == "tpu" else "ragged_dot"
-    suits = dtype != "float32" and accelerator.compute_capability == "9.0"
+        return "megablox" if accelerator.platform == "tpu" and "megablox" in installed else "ragged_dot"
+    suits = dtype != "float32" and accelerator.compute_capability == "9.0" and "tokamax" in installed
     return "tokamax" if suits and accelerator.tokamax in TOKAMAX_VERSIONS else "blocks"
 
 

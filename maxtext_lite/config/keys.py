@@ -38,6 +38,8 @@ from maxtext_lite.config.types import (
     Flag,
     HangTimeout,
     KernelName,
+    Layers,
+    LayersOrZero,
     Name,
     NotNegative,
     ObjectiveName,
@@ -600,7 +602,10 @@ def objective_name(objective: str, dataset_type: str) -> str:
     if objective != "auto":
         return objective
     data = source_kind(dataset_type).data
-    return next(name for name in names("objective") if objective_kind(name).data == data)
+    for name in names("objective"):
+        if objective_kind(name).data == data:
+            return name
+    raise UserError(f"objective=auto: no objective is for {data}, the data of dataset_type={dataset_type}.")
 
 
 @cache
@@ -735,7 +740,7 @@ class ModelConfig(Section):
     base_num_kv_heads: Count
     head_dim: Count
     base_mlp_dim: Count
-    base_num_decoder_layers: Count
+    base_num_decoder_layers: Layers
     normalization: Normalization
     norm_placement: Literal["pre", "post", "both"]
     normalization_layer_epsilon: Positive
@@ -783,7 +788,7 @@ class ModelConfig(Section):
     topk_routing_group: Count
     routed_bias: Flag
     expert_bias: Flag
-    first_num_dense_layers: CountOrZero
+    first_num_dense_layers: LayersOrZero
     mlp_pattern: Name
     lora_rank: CountOrZero
     lora_alpha: Positive

@@ -28,7 +28,7 @@ from maxtext_lite.config.keys import (
     known_keys,
     with_texts,
 )
-from maxtext_lite.config.registry import load, load_installed, names
+from maxtext_lite.config.registry import NotInstalled, installed_names, load, load_installed, names
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.types import path_problem, wrong_value
 from maxtext_lite.config.whole_file import write_whole
@@ -559,7 +559,11 @@ def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided | No
         if provided is not None:
             problems.extend(provided.refusals)
             return provided
-    is_missing = not path_problem(path) and not is_there(user_path(path))
+    place = user_path(path)
+    is_ours = is_there(place / RUN_FILE) or is_there(place / "checkpoints")
+    if installed_names("config_provider") != names("config_provider") and is_there(place) and not is_ours:
+        raise NotInstalled(f"load_parameters_path={path}: what reads it is not installed (maxtext_lite.hf).")
+    is_missing = not path_problem(path) and not is_there(place)
     if is_missing and not any(key in ModelConfig.model_fields for key in stated):
         problems.append(missing_parameters(path))
     return None

@@ -4,13 +4,15 @@ The core reaches every optional part of the library through this table, and no o
 is simply not there. Other packages add names through entry points, whose group is `maxtext_lite.KIND`:
 
     [project.entry-points."maxtext_lite.source"]
-    parquet_stream = "their_package.source:open"
+    parquet_stream = "their_package.source:KIND"    # a config.keys.SourceKind
 """
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config.errors import UserError
@@ -95,7 +97,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `lock`: keeps two runs from one run directory.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
 - `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.
-- `observer`: what follows a process from before jax; see `process.observers`.
+- `observer`: what follows a process from before jax; see `config.phases`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.
 """
@@ -113,6 +115,21 @@ def names(kind: str) -> tuple[str, ...]:
 def added_names(kind: str) -> tuple[str, ...]:
     """The names of a kind that other packages add."""
     return tuple(name for name in names(kind) if name not in _BUILT_IN.get(kind, {}))
+
+
+def installed_names(kind: str) -> tuple[str, ...]:
+    """The names of a kind whose modules are there. Imports none of them."""
+    return tuple(name for name, target in _targets(kind).items() if is_there(target))
+
+
+@cache
+def is_there(target: str) -> bool:
+    """Whether there is the module of a `module:attribute`. Imports none."""
+    package, *below = target.partition(":")[0].split(".")
+    if package != "maxtext_lite":
+        return importlib.util.find_spec(package) is not None
+    path = Path(__file__).parent.parent.joinpath(*below)  # a spec would import the packages above it
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def is_installed(kind: str, name: str) -> bool:
@@ -142,16 +159,21 @@ def resolve(target: str) -> Any:
     """The object at `module:attribute`.
 
     Raises:
-      NotInstalled: there is no such module.
+      NotInstalled: there is no such module, or a part of the library that it needs is absent.
+      UserError: the module has no such attribute.
     """
-    module_name, attribute = target.split(":")
+    module_name, _, attribute = target.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise NotInstalled(f"is not installed: there is no module {error.name}.") from None
+        absent = error.name or ""
+        if f"{module_name}.".startswith(f"{absent}.") or absent.startswith("maxtext_lite."):
+            raise NotInstalled(f"is not installed: there is no module {absent}.") from None
         raise
-    return getattr(module, attribute)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"the entry point {target} names nothing: {module_name} has no {attribute!r}.") from None
 
 
 def load_installed(kind: str) -> list[Any]:
@@ -169,5 +191,6 @@ def load_installed(kind: str) -> list[Any]:
 def _targets(kind: str) -> Mapping[str, str]:
     targets = dict(_BUILT_IN.get(kind, {}))
     for point in entry_points(group=f"maxtext_lite.{kind}"):
-        targets.setdefault(point.name, point.value)
+        if targets.setdefault(point.name, point.value) != point.value:
+            raise UserError(f"the entry point {point.value} has the name of another {kind}: {point.name}.")
     return targets

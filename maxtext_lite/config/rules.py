@@ -23,7 +23,7 @@ from maxtext_lite.config.keys import (
     source_kind,
     source_names,
 )
-from maxtext_lite.config.registry import load_installed, names
+from maxtext_lite.config.registry import installed_names, load_installed, names
 from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
 from maxtext_lite.config.weights import model_shape, stacks_of
 
@@ -451,8 +451,10 @@ def _tokenizer_path(config: Config) -> Violation | None:
 def _dataset(config: Config) -> Violation | None:
     """Data that only another kind of run trains on."""
     needed = source_kind(config.dataset_type).run_kind
+    if needed == config.run_kind:
+        return None
     other = next((kind for kind in load_installed("run") if kind.run_kind == needed), None)
-    if other is None or needed == config.run_kind:
+    if other is None:
         return None
     file = other.base_files[-1]
     near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
@@ -627,6 +629,12 @@ def _loss_spikes(config: Config) -> Violation | None:
     return unused(config, plain, reason, {"max_loss_spike": 0}) if config.enable_diloco else None
 
 
+def _number_format(config: Config) -> Violation | None:
+    if config.quantization in ("none", *installed_names("quantization")):
+        return None
+    return violates(config, "quantization", "is not installed", "none")
+
+
 def _loss_scale(config: Config) -> Violation | None:
     if config.dtype == "float16":
         return None
@@ -639,6 +647,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _remat_lists,
     _schedule_of_replicas,
     _loss_scale,
+    _number_format,
     _loss_spikes,
     _shared_optimizer,
     *MODEL_RULES,

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fractions import Fraction
 from typing import Annotated, Literal, TypeVar, get_args
@@ -12,18 +13,20 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PlainSerializer,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WrapValidator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_text, value_text
-from maxtext_lite.config.registry import names
+from maxtext_lite.config.registry import installed_names, names
 
+_LARGEST_EXACT = 10**12
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
@@ -120,13 +123,17 @@ def _packing(value: object) -> object:
     raise WrongType("is not concat (true), none (false) or best_fit.", (True, False))
 
 
-def _or(special: int) -> WrapValidator:
+@dataclass(frozen=True)
+class _Or:
     """Accepts a number that has a meaning of its own beside those that the type allows."""
 
-    def check(value: object, of_type: ValidatorFunctionWrapHandler) -> object:
-        return value if isinstance(value, int) and value == special else of_type(value)
+    special: int
 
-    return WrapValidator(check)
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(value: object, of_type: ValidatorFunctionWrapHandler) -> object:
+            return value if type(value) is int and value == self.special else of_type(value)
+
+        return no_info_wrap_validator_function(check, handler(source))
 
 
 def exact(value: object) -> Fraction:
@@ -139,9 +146,12 @@ def exact(value: object) -> Fraction:
         ratio = _RATIO.match(value)
         if ratio is None:
             raise WrongType(f"is text, not a number{_by_quotes(value)}.")
-        if int(ratio[2]) == 0:
-            raise WrongType("is divided by 0.")
-        return Fraction(int(ratio[1]), int(ratio[2]))
+        try:
+            return Fraction(int(ratio[1]), int(ratio[2]))
+        except ZeroDivisionError:
+            raise WrongType("is divided by 0.") from None
+        except ValueError:
+            raise WrongType("has more digits than Python reads.") from None
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
         raise WrongType("is not a number.")
     if isinstance(value, float):
@@ -167,8 +177,8 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
         number = exact(value)
         if number <= 0 and number != special:
             raise WrongType(f"{rule}.", [Fraction(1)])
-        if number > _LARGEST_COUNT:
-            raise WrongType(f"must be at most {_LARGEST_COUNT}.", [_LARGEST_COUNT])
+        if number > _LARGEST_EXACT:
+            raise WrongType(f"must be at most {_LARGEST_EXACT}.", [_LARGEST_EXACT])
         return number
 
     return BeforeValidator(check)
@@ -182,8 +192,9 @@ def _steps(least: int, whole: str, special: int | None = None) -> BeforeValidato
         number = exact(stated)
         if 0 < number < 1 or (isinstance(stated, int) and (least <= number <= _LARGEST_COUNT or number == special)):
             return number if number.denominator > 1 else int(number)
-        near = (math.floor(number), math.ceil(number)) if least <= number <= _LARGEST_COUNT else (least,)
-        raise WrongType(f"{rule}.", tuple(dict.fromkeys(near)))
+        near = dict.fromkeys((math.floor(number), math.ceil(number)))
+        legal = [each for each in near if least <= each <= _LARGEST_COUNT or each == special]
+        raise WrongType(f"{rule}.", legal or [least if number < least else _LARGEST_COUNT])
 
     return BeforeValidator(check)
 
@@ -232,10 +243,9 @@ def _registered(kind: str, *also: str) -> BeforeValidator:
     """A name of a kind of the registry, or one of `also`."""
 
     def check(value: object) -> object:
-        choices = (*also, *names(kind))
-        if value not in choices:
-            raise _no_choice(value_text(value), choices)
-        return value
+        if value in also or value in names(kind):
+            return value
+        raise _no_choice(value_text(value), [*also, *installed_names(kind)])
 
     return BeforeValidator(check)
 
@@ -256,13 +266,17 @@ Count = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """An integer from 1 to 2**31 - 1, the maximum of all counts."""
 AtLeastTwo = Annotated[int, Field(ge=2, le=_LARGEST_COUNT)]
 """An integer of at least 2."""
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+"""A number of layers, of which the plan has a list."""
+LayersOrZero = Annotated[int, Field(ge=0, le=10_000)]
+"""A number of layers, or 0."""
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port, or 0: none."""
-HangTimeout = Annotated[int, Field(ge=5, le=86400), _or(0)]
+HangTimeout = Annotated[int, Field(ge=5, le=86400), _Or(0)]
 """From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
-CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _or(-1)]
+CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _Or(-1)]
 """An integer of at least 1, or -1: derived or off."""
 StepsOrPartOfRun = Annotated[int | Fraction, _steps(0, "the run"), _exactly]
 """An integer of at least 0, or a number between 0 and 1: that part of the run's steps."""
@@ -366,21 +380,26 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
     if isinstance(cause, WrongType):
         return Refusal(key, f"{key}={value} {cause}", cause.nearest)
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
-    if isinstance(detail["input"], str) and detail["type"] in ("int_type", "float_type"):
-        rule = f"is text, not a number{_by_quotes(detail['input'])}"
+    stated = detail["input"]
+    if isinstance(stated, str) and detail["type"] in ("int_type", "float_type"):
+        rule = f"is text, not a number{_by_quotes(stated)}"
+    if isinstance(stated, float) and stated.is_integer() and detail["type"] == "int_type":
+        rule = "is written with a point or an exponent, and must be an integer"
     return Refusal(key, f"{key}={value} {rule}.", _nearest(detail, kind.model_fields[str(detail["loc"][0])]))
 
 
 def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     """The legal numbers next to a wrong one, by pydantic's error."""
     stated, bound = detail["input"], detail.get("ctx", {})
-    found: list[object] = []
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
         least = next((each.ge for each in field.metadata if hasattr(each, "ge")), 0)
         most = next((each.le for each in field.metadata if hasattr(each, "le")), _LARGEST_COUNT)
-        found = [number for number in (math.floor(stated), math.ceil(stated)) if least <= number <= most]
-    elif "ge" in bound:
-        found = [bound["ge"]]
-    elif "le" in bound:
-        found = [bound["le"]]
-    return tuple(dict.fromkeys([*found, *(field.examples or ())]))
+        specials = [each.special for each in field.metadata if isinstance(each, _Or)]
+        near = dict.fromkeys((math.floor(stated), math.ceil(stated)))
+        legal = [number for number in near if least <= number <= most or number in specials]
+        return tuple(legal or [least if stated < least else most])
+    if "ge" in bound:
+        return (bound["ge"],)
+    if "le" in bound:
+        return (bound["le"],)
+    return tuple(field.examples or ())

@@ -141,7 +141,10 @@ def _scalar(node: yaml.ScalarNode) -> object:
         return text.lower() == "true"
     if kind == "int":
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-        return int(text, base)
+        try:
+            return int(text, base)
+        except ValueError:
+            raise ValueError(f"has a number of {len(text):,} digits{_where(node)}") from None
     if kind == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     if kind == "str":

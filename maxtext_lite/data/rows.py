@@ -509,10 +509,10 @@ def _checked(index: Path) -> Path:
 def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
     before = 0
     with (path / "first_rows.i64").open("wb") as file:
-        np.zeros(1, "<i8").tofile(file)
+        file.write(np.zeros(1, "<i8").tobytes())  # numpy's tofile is silent about a full disk
         for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_A_TIME):
             part = first_rows(document_starts[first : first + _DOCUMENTS_AT_A_TIME + 1], num_tokens, before)
-            part.astype("<i8").tofile(file)
+            file.write(part.astype("<i8").tobytes())
             before = int(part[-1])
     return {}
 
@@ -520,10 +520,10 @@ def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) 
 def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
     cut = 0
     with (path / "pieces.i64").open("wb") as pieces, (path / "rows.i64").open("wb") as rows:
-        np.zeros((1, 2), "<i8").tofile(rows)
+        rows.write(np.zeros((1, 2), "<i8").tobytes())
         for window in _windows(document_starts, num_tokens):
-            window.pieces.astype("<i8").tofile(pieces)
-            window.rows.astype("<i8").tofile(rows)
+            pieces.write(window.pieces.astype("<i8").tobytes())
+            rows.write(window.rows.astype("<i8").tobytes())
             cut += window.cut
     return {"cut_documents": cut}
 

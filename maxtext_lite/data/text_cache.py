@@ -21,7 +21,7 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import full_text, writing
+from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.keys import RunConfig
 from maxtext_lite.console import complain
@@ -114,10 +114,7 @@ def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
                 return _opened(entry, encoder)  # another process made it
-            complain(
-                f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is "
-                f"tokenized at every start. {CACHE_VARIABLE} names another directory."
-            )
+            complain(_uncached(root, error))
             return None
         try:
             return _opened(entry, encoder)
@@ -126,9 +123,21 @@ def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path
         except UserError as error:
             complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
             shutil.rmtree(entry)
-        with writing(entry):
+        for unfinished in root.glob(f".{entry.name}.*"):  # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        try:
             make_directory(entry, lambda made: _write(made, encoder, files))
+        except OSError as error:
+            complain(_uncached(root, error))
+            return None
         return _opened(entry, encoder)
+
+
+def _uncached(root: Path, error: OSError) -> str:
+    return (
+        f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is tokenized at every start. "
+        f"{CACHE_VARIABLE} names another directory."
+    )
 
 
 def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
@@ -152,11 +161,11 @@ def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> d
     num_tokens, num_spelled, said = 0, 0, time.monotonic()
     start = said
     with (made / _TOKENS).open("wb") as tokens, (made / _STARTS).open("wb") as starts:
-        np.zeros(1, "<i8").tofile(starts)
+        starts.write(np.zeros(1, "<i8").tobytes())  # numpy's tofile is silent about a full disk
         for part in _encoded(encoder, files):
-            part.stream.tofile(tokens)
+            tokens.write(part.stream.tobytes())
             stops = num_tokens + np.cumsum(part.lengths[part.lengths > 0])
-            stops.astype("<i8").tofile(starts)
+            starts.write(stops.astype("<i8").tobytes())
             num_tokens += len(part.stream)
             num_spelled += part.num_spelled
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:

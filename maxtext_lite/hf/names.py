@@ -469,7 +469,7 @@ TABLES: Mapping[str, Table] = {
         _BLOCK_NORMS + _ATTENTION + _NUMBERED_EXPERTS,
     ),
 }  # fmt: skip
-"""The table of each model_type of `config.hf.families.FAMILIES`."""
+"""The table of each model_type of `families.FAMILIES`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def export_adapters(
     Args:
       adapters: whole on every device, leaves of layers [L, ...].
       kind: the family's model_type.
-      keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
+      keys: the model's keys of the Model section, as `config_json.model_keys` gives them.
       shapes: of the parameters without adapters, by path.
       base: the model that they belong to, a name or a path; "" where it has none.
     Raises:

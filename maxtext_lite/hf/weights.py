@@ -285,7 +285,7 @@ def export_parameters(
 
     Args:
       kind: the family's model_type.
-      keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
+      keys: the model's keys of the Model section, as `config_json.model_keys` gives them.
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: the size at which another file begins.
     Raises:

@@ -9,6 +9,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
+from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.console import complain
 from maxtext_lite.data import ExampleSource
@@ -72,7 +73,7 @@ def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
             "data: a run of reinforcement learning has rewards, and no loss of a file. Nearest that work: text, "
             "choices or cloze."
         )
-    if kind in ("sft", "dpo"):
+    if source_kind(kind).data != "text":
         return kind
     if is_there(user_path(path) / MANIFEST_FILE):
         return "array_record"

@@ -1,8 +1,10 @@
 """Names that a config selects are found when used, and a missing part says so."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from maxtext_lite.config import registry
+from maxtext_lite.config import UserError, registry
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +68,24 @@ def test_another_package_adds_names(monkeypatch):
     import json
 
     assert registry.load("kind", "theirs") is json.loads
+
+
+def test_what_is_installed_is_known_without_an_import():
+    assert registry.installed_names("kind") == ("here",)
+
+
+@pytest.mark.parametrize("value", ["json:no_such_name", "json"])
+def test_an_entry_point_that_names_nothing_is_refused_by_its_name(value, monkeypatch):
+    point = SimpleNamespace(name="theirs", value=value)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry._targets.cache_clear()
+    with pytest.raises(UserError, match=value):
+        registry.load("kind", "theirs")
+
+
+def test_another_package_cannot_take_one_of_our_names(monkeypatch):
+    point = SimpleNamespace(name="here", value="json:loads")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry._targets.cache_clear()
+    with pytest.raises(UserError, match="json:loads"):
+        registry.names("kind")

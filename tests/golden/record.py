@@ -45,7 +45,6 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.post_training.rollout_steps import train_rl
     from maxtext_lite.training import train
 
     assert jax.device_count() == run.devices, f"{run.name} needs {run.devices} devices"
@@ -53,7 +52,12 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
         config = load_config(
             run.file, [*leg, f"base_output_directory={directory}", "run_name=run"]
         )
-        result = (train_rl if config.run_kind == "rl" else train)(config)
+        if config.run_kind == "rl":
+            from maxtext_lite.post_training.rollout_steps import train_rl
+
+            result = train_rl(config)
+        else:
+            result = train(config)
     found: dict[str, Any] = {}
     for line in (result.run_directory / "metrics.jsonl").read_text().splitlines():
         for key, value in json.loads(line).items():

@@ -293,7 +293,7 @@ def test_after_the_skipped_step_that_ends_the_run_nothing_is_applied(setup, rows
 
 @pytest.mark.parametrize("weights", [(1, 3), (1e-6, 3e-6)])
 def test_the_loss_of_replicas_is_their_weighted_mean_however_small_the_weights(weights):
-    objective = SimpleNamespace(divisor="loss_weight")
+    objective = SimpleNamespace(divisor="loss_weight", reductions={})
     summarise = make_summarise(SimpleNamespace(objective=objective, mesh=ONE_DEVICE))
     losses = {"loss": jnp.array([2.0, 4.0])}
     found = summarise(losses | {"loss_weight": jnp.array(weights)})

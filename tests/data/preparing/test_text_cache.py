@@ -3,6 +3,9 @@
 import gzip
 import json
 import os
+import resource
+import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -105,3 +108,31 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
     assert open_sources(config)[0].fingerprint == fingerprint
     assert "warning: " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
+
+
+@pytest.mark.usefixtures("large")
+def test_a_full_disk_leaves_nothing_and_the_text_is_tokenized_in_memory(
+    config, tmp_path, capsys
+):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    in_memory = len(open_sources(config)[0])
+    shutil.rmtree(tmp_path / "runs")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # of any file
+    try:
+        assert len(open_sources(config)[0]) == in_memory
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be cached" in capsys.readouterr().err
+    left = (tmp_path / "runs" / ".cache" / "text").iterdir()
+    assert [path for path in left if path.suffix != ".lock"] == []
+
+
+@pytest.mark.usefixtures("large")
+def test_what_a_killed_process_left_is_removed(config, tmp_path):
+    open_sources(config)
+    entry = entry_of(tmp_path)
+    shutil.rmtree(entry)
+    (entry.parent / f".{entry.name}.killed").mkdir()
+    open_sources(config)
+    assert entry_of(tmp_path) == entry
