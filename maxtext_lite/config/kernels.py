@@ -11,7 +11,7 @@ from typing import Literal
 
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.keys import LOCAL_KINDS, Config
-from maxtext_lite.config.registry import installed_names, load, names
+from maxtext_lite.config.registry import installed_names, is_there, load, names
 from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -271,7 +271,7 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
     """Why a kernel cannot run; first what no other device and no other package would change."""
     traits, length = kernel_named(kernel), config.max_target_length
     reasons: list[str] = []
-    if kernel not in installed_names("attention"):
+    if not is_there(traits.computes):
         reasons.append("it is not installed")
     if config.dtype not in traits.dtypes:
         reasons.append(f"it does not compute in dtype={config.dtype}")
@@ -299,7 +299,7 @@ def unknown_to_kernel(config: Config) -> Violation | None:
     if name == "auto":
         return None
     kernel, length, others = kernel_named(name), config.max_target_length, tuple[object, ...](("dot_product",))
-    if name not in installed_names("attention"):
+    if not is_there(kernel.computes):
         return violates(config, "attention", "is not installed", *others)
     if config.dtype not in kernel.dtypes:
         rule = f"does not compute in dtype={config.dtype}"

@@ -112,23 +112,24 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(_targets(kind))
 
 
+def added_names(kind: str) -> tuple[str, ...]:
+    """The names of a kind that other packages add."""
+    return tuple(name for name in names(kind) if name not in _BUILT_IN.get(kind, {}))
+
+
 def installed_names(kind: str) -> tuple[str, ...]:
     """The names of a kind whose modules are there. Imports none of them."""
-    return tuple(name for name, target in _targets(kind).items() if _is_there(target.partition(":")[0]))
+    return tuple(name for name, target in _targets(kind).items() if is_there(target))
 
 
 @cache
-def _is_there(module_name: str) -> bool:
-    package, *below = module_name.split(".")
+def is_there(target: str) -> bool:
+    """Whether there is the module of a `module:attribute`. Imports none."""
+    package, *below = target.partition(":")[0].split(".")
     if package != "maxtext_lite":
         return importlib.util.find_spec(package) is not None
     path = Path(__file__).parent.parent.joinpath(*below)  # a spec would import the packages above it
     return path.is_dir() or path.with_suffix(".py").is_file()
-
-
-def added_names(kind: str) -> tuple[str, ...]:
-    """The names of a kind that other packages add."""
-    return tuple(name for name in names(kind) if name not in _BUILT_IN.get(kind, {}))
 
 
 def is_installed(kind: str, name: str) -> bool:
