@@ -530,8 +530,8 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
             Violation(
                 key,
                 f"{key}={number_text(decay)} becomes {short_text(1 - ratio * forgotten)} with "
-                f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} the largest batch is {largest}, not "
-                f"{batch.global_batch_to_train}.",
+                f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} "
+                f"the largest batch is {largest}, not {batch.global_batch_to_train}.",
                 (smallest, {"scale_adam_with_batch": False}),
             )
         )
