@@ -28,7 +28,7 @@ SECONDS = 600  # for anything: machines are slow and loaded, and a process that 
 
 # Every process does the same runs, as one command after another would: to start processes takes longer than to train.
 # In the overrides, {process} is the number of the process; a first word without = is a config file.
-# What Python opened under the directory is recorded.
+# What Python opened under the directory is recorded after each run. The watchdog ends those that wait for a failed one.
 RUNS = """
 import json, os, sys
 directory, record, all_overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -40,6 +40,10 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import load_config
+from maxtext_lite.config.phases import observers
+from maxtext_lite.operations.watchdog import watchdog
+watchdog.start(300)
+observers.append(watchdog)
 def main(argv):
     from maxtext_lite.training import train
     for words in all_overrides:
@@ -51,11 +55,10 @@ def main(argv):
             from maxtext_lite.post_training.rollout_steps import train_rl as run  # takes a second
         run(config)
         assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
+        with open(os.path.join(record, process), "w") as file:
+            json.dump(sorted(set(opened)), file)
     return 0
-code = run_command(main)
-with open(os.path.join(record, process), "w") as file:
-    json.dump(sorted(set(opened)), file)
-sys.exit(code)
+sys.exit(run_command(main))
 """
 
 

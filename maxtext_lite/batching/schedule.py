@@ -529,10 +529,9 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
         broken.append(
             Violation(
                 key,
-                f"{key}={number_text(decay)} becomes 1 - {short_text(ratio)} x (1 - {number_text(decay)}) = "
-                f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
-                f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
-                f"that works is {largest}.",
+                f"{key}={number_text(decay)} becomes {short_text(1 - ratio * forgotten)} with "
+                f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} "
+                f"the largest batch is {largest}, not {batch.global_batch_to_train}.",
                 (smallest, {"scale_adam_with_batch": False}),
             )
         )

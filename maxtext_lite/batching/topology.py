@@ -162,15 +162,16 @@ def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[
         ones = {} if num_devices % others == 0 else dict.fromkeys((*stated, key), 1)
         return [ones | {_FSDP: -1}]
     rest = _FSDP if key == _DATA else _DATA
-    found: list[Change] = []
+    alone: list[Change] = []
+    with_rest: list[Change] = []
     common = _parts_of_model(config, key)
     for near in around([each for each in divisors(room) if common % each == 0], size):
         left = room // int(near)
         if len(stated) < len(MESH_KEYS) - 1 or left == 1:
-            found.append({key: near})
-        elif rest in stated:
-            found.append({key: near, rest: stated[rest] * left})
-    return found
+            alone.append({key: near})
+        if rest in stated and left > 1:
+            with_rest.append({key: near, rest: stated[rest] * left})
+    return [*alone, *with_rest]
 
 
 def _product_text(fixed: Mapping[str, int]) -> str:

@@ -458,10 +458,7 @@ def _dataset(config: Config) -> Violation | None:
         return None
     file = other.base_files[-1]
     near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
-    rule = (
-        f"is for another kind of run, and {file} is not among the files of this config: give that file, or one whose "
-        "base it is"
-    )
+    rule = f"is for another kind of run: give {file}, or a file whose base it is"
     return violates(config, "dataset_type", rule, near)
 
 

@@ -168,7 +168,7 @@ def as_default_device(mesh: Mesh) -> Iterator[None]:
 
 
 class OutOfMemory(UserError):
-    """A train step does not fit on a device; raised on all hosts if the compiler finds it.
+    """A train step does not fit on a device.
 
     Attributes:
       share: the part of what it needs that a device has, where both are known.

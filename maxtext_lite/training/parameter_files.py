@@ -44,7 +44,7 @@ class Reader:
         Args:
           key: what messages call the directory.
         Raises:
-          UserError: they cannot be read, or belong to another model; on all hosts.
+          UserError: they cannot be read, or belong to another model.
         """
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ def save_parameters(directory: Path, params: Params) -> None:
     `load_parameters` reads it back.
 
     Raises:
-      UserError: they cannot be written; on all hosts.
+      WriteError: they cannot be written.
     """
     save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params))
 
