@@ -20,7 +20,15 @@ from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.phases import observers
 from maxtext_lite.config.types import path_problem, wrong_value
 from maxtext_lite.config.yaml import is_one_scalar
-from maxtext_lite.console import StdoutLost, command_signals, complain, leave, log_real_warnings, watch_stdout
+from maxtext_lite.console import (
+    StdoutLost,
+    command_signals,
+    complain,
+    complaints,
+    leave,
+    log_real_warnings,
+    watch_stdout,
+)
 
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
@@ -305,6 +313,7 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
     """
     watch_stdout()
     log_real_warnings()
+    complaints.clear()
     try:
         code = _exit_code(main, sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -317,8 +326,9 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
 
         end_soon(code)
     command_signals.finish(code)
+    errors = [line.removeprefix("error: ") for line in complaints if line.startswith("error: ")]
     for observer in observers:
-        observer.finish(code)
+        observer.finish(code, " ".join(errors))
     if command_signals.installed:  # the process is the command's own
         leave(code)
     return code

@@ -226,8 +226,13 @@ def log_real_warnings() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(name)s: %(message)s", handlers=[handler])
 
 
+complaints: list[str] = []
+"""The lines of `complain` so far."""
+
+
 def complain(line: str) -> None:
     """Prints a line on stderr if stderr can be written; a failure would have no reader."""
+    complaints.append(line)
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

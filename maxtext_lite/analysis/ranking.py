@@ -13,7 +13,7 @@ from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_exampl
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.batching.plan import BatchPlan, Sizes, aligned, layout_shards, refusals, resolve, row_slots
+from maxtext_lite.batching.plan import BatchPlan, aligned, refusals, resolve, row_slots
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
@@ -269,12 +269,13 @@ class _Mesh:
     Attributes:
       keys: the mesh keys that the config leaves open.
       config: legal on it.
+      plan: of that config.
       bound: seconds that no step on it is below.
     """
 
     keys: Mapping[str, int]
     config: Config
-    sizes: Sizes
+    plan: BatchPlan
     bound: float
 
 
@@ -310,10 +311,10 @@ def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterato
     all_steps, flops = divisors(config.global_batch_size), flops_of_example(config)
     for mesh in _meshes(config, topology.num_devices):
         tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in _pieces(config, mesh))
-        sizes, changed = _first_legal(config, tries, topology)
-        if sizes is not None:
-            model = _model(changed, sizes.mesh, device, None, flops)
-            yield _Mesh(mesh, changed, sizes, model.bound(config.global_batch_size))
+        plan, changed = _first_legal(config, tries, topology)
+        if plan is not None:
+            model = _model(changed, plan, device, None, flops)
+            yield _Mesh(mesh, changed, plan, model.bound(config.global_batch_size))
 
 
 def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
@@ -324,18 +325,19 @@ def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> Iterator[_Split]:
-    batch, sizes = config.global_batch_size, mesh.sizes
-    model = _model(mesh.config, sizes.mesh, device, held, flops_of_example(config))
-    shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
+    batch, plan = config.global_batch_size, mesh.plan
+    model = _model(mesh.config, plan, device, held, flops_of_example(config))
     for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
-        number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
-        rows = row_slots(batch // steps, shards, topology.num_hosts, number) * config.rows_per_example
-        shape = PipelineShape(sizes.num_pipeline_stages, number, sizes.num_pipeline_repeats, steps)
+        number = pieces.get(_PIECES, plan.num_pipeline_microbatches)
+        rows = row_slots(batch // steps, plan.layout_shards, topology.num_hosts, number) * config.rows_per_example
+        shape = PipelineShape(plan.num_pipeline_stages, number, plan.num_pipeline_repeats, steps)
         yield _Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape)
 
 
-def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology) -> tuple[Sizes | None, Config]:
-    """The sizes and config of the first legal change; None if there is none, or if the mesh itself is illegal."""
+def _first_legal(
+    config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology
+) -> tuple[BatchPlan | None, Config]:
+    """The plan and config of the first legal change; None if there is none, or if the mesh itself is illegal."""
     for keys in tries:
         changed = config.model_copy(update=keys)
         resolved = resolve(changed, topology)
@@ -346,7 +348,8 @@ def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: T
     return None, config
 
 
-def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, flops: float) -> StepModel:
+def _model(config: Config, plan: BatchPlan, device: Device, held: MemoryEstimate | None, flops: float) -> StepModel:
+    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
     try:
         return StepModel(config, mesh, device, held, flops=flops)
     except ValueError as error:
@@ -406,8 +409,8 @@ def _smallest(
         for pieces in _pieces(config, mesh.keys):
             keys = {**mesh.keys, **pieces, **leanest}
             for order in (all_steps, all_steps[::-1]):
-                sizes, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
-                total = math.inf if sizes is None else plan_of(chosen).memory.total
+                found, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
+                total = math.inf if found is None else plan_of(chosen).memory.total
                 if total < least:
                     least, nearest = total, keys
     on_mesh = (config.model_copy(update={**nearest, _STEPS: steps}) for steps in all_steps)

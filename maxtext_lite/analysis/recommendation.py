@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from pydantic import ValidationError
+
 from maxtext_lite.analysis.laws import (
     BATCH_LAWS,
     RATE_LAWS,
@@ -27,7 +29,7 @@ from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import settings_of
-from maxtext_lite.config.suggest import ConfigRequest
+from maxtext_lite.config.violation import changed_config
 
 UTILIZATION = Interval(0.3, 0.5)
 """The range of MFU for which wall-clock time is stated: what well-tuned runs report, where nothing was measured."""
@@ -343,10 +345,10 @@ def _doubled_once(
             "global_rampup_samples": samples,
         }
         keys = _for_steps(config, batch, first + max(rest, 0))
-        if not ConfigRequest(config, config).allows(keys):
-            return ()  # more samples or steps than the key may count
         try:
-            machine.plan(config.model_copy(update=keys))
+            machine.plan(changed_config(config, keys))
+        except ValidationError:
+            return ()  # more samples or steps than the key may count
         except UserError:
             continue  # the accumulation or the number of examples is odd
         return tuple(settings_of(keys))

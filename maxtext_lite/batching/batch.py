@@ -1,6 +1,5 @@
 """The batch of one optimizer step, stated or derived from global_batch_size."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
 from maxtext_lite.config.errors import number_text, unwhole_text
-from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
+from maxtext_lite.config.violation import Violation, around, divisors, divisors_around, multiples_around
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
             f"per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
             f"global_batch_size={stated} alone. Set one of them; train chooses both for its devices, "
             "and plan for those of --device.",
-            (divisors_of("gradient_accumulation_steps", stated, 0),),
+            tuple(divisors_around(stated, 0)),
         )
     if per_device == -1:
         if stated % accumulation:
@@ -95,13 +94,13 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
                 f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
                 f"{_ratio_text(Fraction(stated, accumulation))} examples per micro-batch, "
                 "not a whole number.",
-                (divisors_of("gradient_accumulation_steps", stated, accumulation),),
+                tuple(divisors_around(stated, accumulation)),
             )
         micro = stated // accumulation
         return Batch(Fraction(micro, num_devices), accumulation, micro)
     micro = per_device * num_devices
     if micro.denominator != 1:
-        return not_whole("per_device_batch_size", per_device, num_devices)
+        return not_whole("per_device_batch_size", per_device, num_devices, stated if accumulation == -1 else 0)
     if accumulation == -1:
         if stated % micro:
             return Violation(
@@ -110,7 +109,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
                 f"{num_devices} device{'s' * (num_devices != 1)} = {micro} examples) = "
                 f"{_ratio_text(stated / micro)} accumulation "
                 "steps, not a whole number.",
-                (multiples("global_batch_size", int(micro), stated),),
+                tuple(multiples_around(int(micro), stated)),
             )
         accumulation = int(stated / micro)
     elif stated and stated != micro * accumulation:
@@ -131,38 +130,6 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None
     return Batch(per_device, max(config.gradient_accumulation_steps, 1), int(per_device * num_devices))
-
-
-_MOST_BATCHES = 16
-
-
-def smaller_batches(config: BatchConfig, batch: Batch, most: int) -> list[Change]:
-    """Changes to batches of at most `most` examples, the largest first, and those of one key before those of two."""
-    micro, steps = batch.micro_batch_to_train, batch.gradient_accumulation_steps
-    num_devices = micro / batch.per_device_batch_size
-    if config.enable_rampup_batch_size:
-        target, increment = batch.per_device_batch_size, config.per_device_batch_size_increment
-        fewest = math.ceil((target - Fraction(most) / (num_devices * steps)) / increment)
-        starts = (target - number * increment for number in range(fewest, fewest + _MOST_BATCHES))
-        return [{"per_device_batch_size_start": start} for start in starts if start > 0]
-
-    def down_from(largest: int) -> range:
-        return range(largest, max(largest - _MOST_BATCHES, 0), -1)
-
-    per, accumulation = "per_device_batch_size", "gradient_accumulation_steps"
-    found: list[tuple[int, dict[str, object]]] = [
-        *((rows * steps, {per: rows / num_devices}) for rows in down_from(most // steps)),
-        *((micro * times, {accumulation: times}) for times in down_from(most // micro)),
-        *((rows, {per: rows / num_devices, accumulation: 1}) for rows in down_from(most)),
-    ]
-    if config.global_batch_size:  # keys of -1 follow from it
-        derived = [key for key in (per, accumulation) if getattr(config, key) == -1]
-        for size, change in found:
-            change["global_batch_size"] = size
-            for key in derived:
-                change.pop(key, None)
-    found.sort(key=lambda pair: (len(pair[1]), -pair[0]))
-    return [change for _, change in found]
 
 
 def _ratio_text(value: Fraction) -> str:
@@ -187,12 +154,19 @@ def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violatio
     return Violation(key, message, (Fraction(1) if per_device == -1 else 1,), rule="underived")
 
 
-def not_whole(key: str, per_device: Fraction, num_devices: int) -> Violation:
-    """Refuses a per-device size that is not a whole number of examples over all devices."""
+def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) -> Violation:
+    """Refuses a per-device size that is not a whole number of examples over all devices.
+
+    Args:
+      whole: the global batch that they must divide; 0: none is stated.
+    """
+    near = multiples_around(Fraction(1, num_devices), per_device)
+    if whole:
+        near = around([Fraction(examples, num_devices) for examples in divisors(whole)], per_device)
     return Violation(
         key,
         f"{key}={number_text(per_device)} x {num_devices} device{'s' * (num_devices != 1)} = "
         f"{_ratio_text(per_device * num_devices)} examples, not a whole number.",
-        (multiples(key, Fraction(1, num_devices), per_device),),
+        tuple(near),
         rule=f"{key} is whole",
     )

@@ -1,12 +1,12 @@
 """The plan of a run: every batch size and what follows from it, its table and its JSON, without the machine."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
@@ -18,7 +18,7 @@ from maxtext_lite.batching.schedule import (
     RampupBatchManager,
     RunLength,
     derive_length,
-    epochs_violation,
+    json_number,
     make_rampup,
     only_stage,
     scale_optimizer,
@@ -27,7 +27,9 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
+    CHUNKS,
     MOST_DEVICES,
+    SPLIT_TOGETHER,
     MeshSizes,
     Scope,
     Topology,
@@ -62,8 +64,17 @@ from maxtext_lite.config.kernels import (
 )
 from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.load import defaults_of, read_config
-from maxtext_lite.config.suggest import ConfigRequest, suggest
-from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples, violates
+from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.violation import (
+    Change,
+    Number,
+    Violation,
+    changed_config,
+    divisors_around,
+    multiples_around,
+    suggest,
+    violates,
+)
 
 
 @dataclass(frozen=True)
@@ -75,94 +86,67 @@ class ScheduleCost:
 
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
-        cost = {"bubble_fraction": _json_value(self.bubble_fraction)}
-        return cost if self.activations is None else cost | {"activations": self.activations}
+        cost: dict[str, object] = {"bubble_fraction": json_number(self.bubble_fraction)}
+        if self.activations is not None:
+            cost["activations"] = self.activations
+        return cost
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """The contents of plan.json, under the same names, and what the runtime needs besides. Counts are exact.
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(Batch):
+    """The batch of a run on a machine and all that follows from it: plan.json, under the same names. Exact.
 
     Attributes:
-      mesh: size of each mesh axis (stage, data, fsdp, expert, context, tensor); ici_mesh x dcn_mesh.
-      empty_slots_per_micro_batch: slots of a micro-batch without an example; every shard has equally many slots.
-      examples_per_loading_host: average number of examples that one loading host reads in one load.
-      pipeline_microbatch_size: examples of the largest pipeline microbatch.
-      pipeline_bubble_fraction: share of its ticks that a stage waits under the configured schedule.
-      pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
-      steps: optimizer steps of the whole run, stated or derived from num_epochs; where it resumes, with those done.
+      num_devices, num_hosts: those that train.
+      ici_mesh, dcn_mesh: size of each mesh axis (stage, data, fsdp, expert, context, tensor) within and across slices.
+      loading_hosts: the hosts that read; the others contribute only empty slots.
+      expansion_factor_real_data: with -1 resolved to 1.
       num_examples: training examples in the data; None where unknown.
-      epochs: passes over the data in the whole run; None without a data index, as is steps_per_epoch.
       length: the steps of the run and the examples of each.
       scaling: the optimizer's settings for this batch.
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       rows_per_example: rows of max_target_length tokens in an example: two in DPO, otherwise one.
-      flops_per_example: of all its rows, by the model: forward and backward, without recomputation.
       attention_kernel: the kernel that `attention` selects on these devices.
-      warnings: what works but is probably a mistake.
       rl: the batches of reinforcement learning; None in other runs. With it an example is a pair of a prompt and a
         response, num_devices counts the trainer's devices, and num_examples counts prompts.
+      flops_per_example: of all its rows, by the model: forward and backward, without recomputation. `make_plan` adds
+        this and the fields below.
+      memory: of a step on one device, where it is estimated.
+      pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
+      warnings: what works but is probably a mistake.
     """
 
     num_devices: int
     num_hosts: int
-    mesh: Mapping[str, int]
     ici_mesh: Mapping[str, int]
     dcn_mesh: Mapping[str, int]
-    per_device_batch_size: Fraction
-    micro_batch_to_train: int
-    empty_slots_per_micro_batch: int
-    gradient_accumulation_steps: int
-    global_batch_to_train: int
-    global_batch_to_load: int
-    loads_per_step: int
     loading_hosts: tuple[int, ...]
-    examples_per_loading_host: Fraction
-    tokens_per_step: int
+    expansion_factor_real_data: Fraction
+    max_target_length: int
+    rows_per_example: int
     eval_per_device_batch_size: Fraction
-    eval_batch_examples: int
     num_pipeline_stages: int
     num_pipeline_microbatches: int
     num_pipeline_repeats: int
     pipeline_schedule: Schedule
-    pipeline_microbatch_size: int
-    pipeline_bubble_fraction: Fraction
-    pipeline_schedules: Mapping[Schedule, ScheduleCost]
-    steps: int
     num_examples: int | None
-    epochs: Fraction | None
-    steps_per_epoch: Fraction | None
     length: RunLength
     scaling: OptimizerScaling
+    rampup: RampupBatchManager | None
     diloco_num_replicas: int | None
     diloco_sync_period: int | None
-    max_target_length: int
-    rows_per_example: int
-    flops_per_example: float
-    expansion_factor_real_data: Fraction
-    rampup: RampupBatchManager | None
-    memory: MemoryEstimate
     attention_kernel: KernelChoice
-    warnings: tuple[str, ...]
-    rl: SampledBatch | None = None
+    rl: SampledBatch | None
+    flops_per_example: float = 0.0
+    memory: MemoryEstimate = field(default_factory=lambda: MemoryEstimate((), None))
+    pipeline_schedules: Mapping[Schedule, ScheduleCost] = field(default_factory=dict[Schedule, ScheduleCost])
+    warnings: tuple[str, ...] = ()
 
-    def period_steps(self, stated: int | Fraction) -> int:
-        """The steps between two events with a period as stated: steps, or below 1 a part of an epoch."""
-        if stated >= 1 or stated == -1:
-            return int(stated)
-        assert self.steps_per_epoch is not None, "a run knows the number of its examples"
-        return max(1, round(stated * self.steps_per_epoch))
-
-    @property
-    def pipeline_shape(self) -> PipelineShape:
-        """The pipeline, and the work of one step at the target batch."""
-        return PipelineShape(
-            self.num_pipeline_stages,
-            self.num_pipeline_microbatches,
-            self.num_pipeline_repeats,
-            self.gradient_accumulation_steps,
-        )
+    @cached_property
+    def mesh(self) -> Mapping[str, int]:
+        """The size of each mesh axis: ici_mesh x dcn_mesh."""
+        return MeshSizes(self.ici_mesh, self.dcn_mesh).total
 
     @property
     def batch_shards(self) -> int:
@@ -181,21 +165,71 @@ class BatchPlan:
     @property
     def micro_batch_slots(self) -> int:
         """Rows in the arrays of one micro-batch: its examples and its empty slots."""
-        return self.micro_batch_to_train + self.empty_slots_per_micro_batch
+        return self.slots_for(self.micro_batch_to_train)
+
+    @property
+    def empty_slots_per_micro_batch(self) -> int:
+        """Slots of a micro-batch without an example; every shard has equally many slots."""
+        return self.micro_batch_slots - self.micro_batch_to_train
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Rows of max_target_length tokens in one micro-batch, empty slots included."""
         return self.rows_per_example * self.micro_batch_slots
 
-    def flops_of_step(self, stage: BatchStage) -> float:
-        """`flops_per_example` of all examples of a step of a stage."""
-        return self.flops_per_example * stage.global_batch_to_train
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all rows of a step's examples."""
+        return self.global_batch_to_train * self.rows_per_example * self.max_target_length
+
+    @property
+    def global_batch_to_load(self) -> int:
+        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
+        return math.ceil(self.global_batch_to_train * self.expansion_factor_real_data)
+
+    @property
+    def loads_per_step(self) -> int:
+        """Loads that make one step; 1 unless the expansion factor is below 1."""
+        return math.ceil(1 / self.expansion_factor_real_data)
+
+    @property
+    def examples_per_loading_host(self) -> Fraction:
+        """Examples that one host reads in one load; a fraction where the shares of hosts differ by one."""
+        return Fraction(self.global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
+
+    @property
+    def eval_batch_examples(self) -> int:
+        """Examples of one evaluation batch."""
+        return int(self.eval_per_device_batch_size * self.num_devices)
 
     @property
     def eval_batch_slots(self) -> int:
         """Rows in the arrays of one evaluation batch, `eval_batch_examples` of them examples."""
         return self.slots_for(self.eval_batch_examples)
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """The pipeline, and the work of one step at the target batch."""
+        return PipelineShape(
+            self.num_pipeline_stages,
+            self.num_pipeline_microbatches,
+            self.num_pipeline_repeats,
+            self.gradient_accumulation_steps,
+        )
+
+    @property
+    def pipeline_microbatch_size(self) -> int:
+        """Examples of the largest pipeline microbatch."""
+        return -(-self.micro_batch_to_train // self.num_pipeline_microbatches)
+
+    @property
+    def pipeline_bubble_fraction(self) -> Fraction:
+        """The share of its ticks that a stage waits under the configured schedule."""
+        return self.pipeline_shape.bubble_fraction(self.pipeline_schedule)
+
+    def flops_of_step(self, stage: BatchStage) -> float:
+        """`flops_per_example` of all examples of a step of a stage."""
+        return self.flops_per_example * stage.global_batch_to_train
 
     @property
     def stages(self) -> tuple[BatchStage, ...]:
@@ -216,9 +250,36 @@ class BatchPlan:
         return stage_at(self.stages, examples_seen)
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run, stated or derived from num_epochs; where it resumes, with those done."""
+        return self.length.steps
+
+    @property
     def total_examples(self) -> int:
         """Examples of the whole run, including a short last batch."""
         return self.length.total_examples
+
+    @property
+    def steps_per_epoch(self) -> Fraction | None:
+        """Steps of the target batch in one pass over the data; None where its size is unknown."""
+        if self.num_examples is None:
+            return None
+        examples = self.num_examples * (1 if self.rl is None else self.rl.examples_per_entry)
+        return Fraction(examples, self.global_batch_to_train)
+
+    @property
+    def epochs(self) -> Fraction | None:
+        """Passes over the data in the whole run; None where its size is unknown."""
+        if self.steps_per_epoch is None:
+            return None
+        return self.total_examples / (self.steps_per_epoch * self.global_batch_to_train)
+
+    def period_steps(self, stated: int | Fraction) -> int:
+        """The steps between two events with a period as stated: steps, or below 1 a part of an epoch."""
+        if stated >= 1 or stated == -1:
+            return int(stated)
+        assert self.steps_per_epoch is not None, "a run knows the number of its examples"
+        return max(1, round(stated * self.steps_per_epoch))
 
     def schedule_end(self, unit: Literal["steps", "examples", "tokens"], step: int, examples_seen: int) -> float:
         """The position at which the schedule of a run ends, in steps of the target batch: at the end of the run.
@@ -271,30 +332,29 @@ class BatchPlan:
             "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train",
             "empty_slots_per_micro_batch", "gradient_accumulation_steps", "global_batch_to_train",
             "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "rows_per_example",
-            "tokens_per_step",
-            "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages", "num_pipeline_microbatches",
-            "num_pipeline_repeats", "pipeline_schedule", "pipeline_microbatch_size",
-            "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
-            "num_examples", "total_examples", "last_batch_examples", "dropped_examples", "learning_rate",
-            "learning_rate_multiplier", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
+            "tokens_per_step", "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages",
+            "num_pipeline_microbatches", "num_pipeline_repeats", "pipeline_schedule", "pipeline_microbatch_size",
+            "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch", "num_examples", "total_examples",
+            "last_batch_examples", "dropped_examples", "learning_rate", "learning_rate_multiplier", "adam_b1",
+            "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
         )  # fmt: skip
-        plain = {name: _json_value(getattr(self, name)) for name in names}
-        return plain | {
-            "mesh": dict(self.mesh),
-            "loading_hosts": list(self.loading_hosts),
-            "rampup": None if self.rampup is None else _rampup_json(self.rampup),
-            "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
-            **({"memory": self.memory.to_json()} if self.memory.is_known else {}),
-            "attention_kernel": self.attention_kernel.to_json(),
-            **({} if self.rl is None else {"rl": self.rl.to_json()}),
-            **({"resumed": self._resumed_json()} if self.length.done[0] else {}),
-            "warnings": list(self.warnings),
-        }
-
-    def _resumed_json(self) -> dict[str, object]:
+        found = {name: json_number(getattr(self, name)) for name in names}
+        found["loading_hosts"] = list(self.loading_hosts)
+        found["rampup"] = None if self.rampup is None else self.rampup.to_json()
+        found["pipeline_schedules"] = {name: cost.to_json() for name, cost in self.pipeline_schedules.items()}
+        if self.memory.is_known:
+            found["memory"] = self.memory.to_json()
+        found["attention_kernel"] = self.attention_kernel.to_json()
+        if self.rl is not None:
+            found["rl"] = self.rl.to_json()
         step, examples_seen = self.length.done
-        stages = {} if self.rampup is None else {"stages_ahead": [*map(_stage_json, self.length.stages_ahead)]}
-        return {"step": step, "examples_seen": examples_seen, **stages}
+        if step:
+            resumed: dict[str, object] = {"step": step, "examples_seen": examples_seen}
+            if self.rampup is not None:
+                resumed["stages_ahead"] = [stage.to_json() for stage in self.length.stages_ahead]
+            found["resumed"] = resumed
+        found["warnings"] = list(self.warnings)
+        return found
 
 
 def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -310,97 +370,35 @@ def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_mi
     return pieces * unit * -(-examples // (pieces * unit))
 
 
-def _json_value(value: object) -> object:
-    if isinstance(value, Fraction):
-        return int(value) if value.denominator == 1 else float(value)
-    return value
-
-
-def _stage_json(stage: BatchStage) -> dict[str, object]:
-    names = (
-        "first_step",
-        "num_steps",
-        "per_device_batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_to_train",
-        "samples",
-    )
-    return {name: _json_value(getattr(stage, name)) for name in names}
-
-
-def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
-    stages = [*map(_stage_json, rampup.all_stages)]
-    return {
-        "mode": rampup.mode,
-        "num_increments": rampup.num_increments,
-        "samples_per_increment": _json_value(rampup.samples_per_increment),
-        "total_steps": rampup.total_steps,
-        "stages": stages[:-1],
-        "target": stages[-1],
-    }
-
+# ---- From a config and a machine to a plan, or the rules that they break --------------------------------------------
 
 T = TypeVar("T")
 _ROUNDED = Fraction(1, 1000)
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How one step's examples are read.
-
-    Attributes:
-      factor: expansion_factor_real_data, with -1 resolved to 1.
-      loading_hosts: the hosts that read; the others contribute only empty slots.
-      loads_per_step: loads that make one step; 1 unless the factor is below 1.
-    """
-
-    factor: Fraction
-    loading_hosts: tuple[int, ...]
-    loads_per_step: int
-
-    def global_batch_to_load(self, global_batch_to_train: int) -> int:
-        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
-        return -(-global_batch_to_train * self.factor.numerator // self.factor.denominator)
-
-    def examples_per_loading_host(self, global_batch_to_train: int) -> Fraction:
-        """Examples that one loading host reads in one load; a fraction where the shares of hosts differ by one."""
-        return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that follows from a legal config, a machine and the data.
-
-    Attributes:
-      diloco_num_replicas: None where local updates are off.
-      length: None where num_epochs states it and the number of examples is unknown.
-      sampled: the batch of a run that samples its examples, on whose training devices these sizes are; None in others.
-    """
-
-    topology: Topology
-    mesh: MeshSizes
-    batch: Batch
-    eval_per_device_batch_size: Fraction
-    eval_batch_examples: int
-    num_pipeline_stages: int
-    num_pipeline_microbatches: int
-    num_pipeline_repeats: int
-    loading: Loading
-    rampup: RampupBatchManager | None
-    scaling: OptimizerScaling
-    diloco_num_replicas: int | None
-    length: RunLength | None
-    sampled: SampledBatch | None = None
-
-
-def derive_sizes(
-    config: Config, topology: Topology, num_examples: int | None = None, sampled: SampledBatch | None = None
-) -> Sizes | list[Violation]:
-    """The sizes, or every rule that is broken.
+def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> BatchPlan | list[Violation]:
+    """The plan of a config on a machine, without what `make_plan` adds, or every broken rule.
 
     Args:
-      num_examples: training examples in the data, where known.
-      sampled: the batch of a run whose config has no use for the keys of batches.
+      num_examples: training examples in the data; if unknown, the length of a run of num_epochs is unknown too.
+    """
+    if config.run_kind == "train":
+        return _derive_plan(config, topology, num_examples, None)
+    if broken := topology_violations(topology):
+        return broken
+    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+    if isinstance(sampled, list):
+        return sampled
+    return _derive_plan(config, sampled.training_part(topology), num_examples, sampled)
+
+
+def _derive_plan(
+    config: Config, topology: Topology, num_examples: int | None, sampled: SampledBatch | None
+) -> BatchPlan | list[Violation]:
+    """The plan, or every broken rule.
+
+    Args:
+      sampled: the batch of a run whose config has no use for the keys of batches, and no length in epochs.
     """
     broken = topology_violations(topology)
     if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
@@ -416,49 +414,61 @@ def derive_sizes(
     mesh = legal(resolve_mesh(config, num_devices))
     batch = sampled.trained if sampled else legal(derive_batch(config, num_devices))
     eval_size = legal(_eval_size(config, num_devices))
-    loading = legal(loading_hosts(config, topology.num_hosts))
+    readers = legal(loading_hosts(config, topology.num_hosts))
     ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
     rampup = legal(ramp)
+    stages = None
+    if batch and not isinstance(ramp, list):
+        stages = rampup.all_stages if rampup else (only_stage(batch),)
+    length = legal(derive_length(config, stages, None if sampled else num_examples))
     axes = mesh or stated_axes(config)
     replicas = legal(_diloco_replicas(config, axes.total["data"]))
-    epochs = epochs_violation(config, num_examples)
-    length = epochs
-    if batch and not isinstance(ramp, list) and not epochs:
-        length = derive_length(config, rampup.all_stages if rampup else (only_stage(batch),), num_examples)
-    run_length = legal(length)
     broken.extend(scaling_violations(config, batch))
     broken.extend(_model_violations(config, axes, num_devices))
     broken.extend(_context_violations(config, axes.total["context"]))
     broken.extend(_pipeline_violations(config, axes.total["stage"], axes.total["context"]))
-    if broken or not (mesh and batch and loading):
+    if broken or not (mesh and batch and readers and length):
         return broken
-    stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
-    per_eval = eval_size or batch.per_device_batch_size
-    return Sizes(
-        topology,
-        mesh,
-        batch,
-        eval_per_device_batch_size=per_eval,
-        eval_batch_examples=int(per_eval * num_devices),
-        num_pipeline_stages=stages,
-        num_pipeline_microbatches=stages if pieces == -1 else pieces,
-        num_pipeline_repeats=num_repeats(config, stages),
-        loading=loading,
-        rampup=rampup,
+    num_stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
+    return BatchPlan(
+        per_device_batch_size=batch.per_device_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        micro_batch_to_train=batch.micro_batch_to_train,
+        num_devices=num_devices,
+        num_hosts=topology.num_hosts,
+        ici_mesh=mesh.ici,
+        dcn_mesh=mesh.dcn,
+        loading_hosts=readers,
+        expansion_factor_real_data=_expansion_factor(config),
+        max_target_length=config.max_target_length,
+        rows_per_example=config.rows_per_example,
+        eval_per_device_batch_size=eval_size or batch.per_device_batch_size,
+        num_pipeline_stages=num_stages,
+        num_pipeline_microbatches=num_stages if pieces == -1 else pieces,
+        num_pipeline_repeats=num_repeats(config, num_stages),
+        pipeline_schedule=config.pipeline_schedule,
+        num_examples=num_examples,
+        length=length,
         scaling=scale_optimizer(config, batch.global_batch_to_train),
+        rampup=rampup,
         diloco_num_replicas=replicas,
-        length=run_length,
-        sampled=sampled,
+        diloco_sync_period=None if replicas is None else config.diloco_sync_period,
+        attention_kernel=planned_kernel(config, topology.accelerator, mesh.total["context"]),
+        rl=sampled,
     )
 
 
-def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
-    """The loading hosts, or why the factor does not suit this number of hosts."""
-    key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
-    factor = Fraction(1) if stated == -1 else stated
+def _expansion_factor(config: BatchConfig) -> Fraction:
+    stated = config.expansion_factor_real_data
+    return Fraction(1) if stated == -1 else stated
+
+
+def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Violation:
+    """The hosts that read, or why expansion_factor_real_data does not suit this number of hosts."""
+    key, factor = "expansion_factor_real_data", _expansion_factor(config)
     if factor < 1:
         if factor.numerator == 1:
-            return Loading(factor, tuple(range(num_hosts)), factor.denominator)
+            return tuple(range(num_hosts))
         loads = 1 / factor
         return Violation(
             key,
@@ -467,14 +477,14 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
         )
     hosts = num_hosts / factor
     if hosts.denominator == 1:
-        return Loading(factor, tuple(range(int(hosts))), 1)
+        return tuple(range(int(hosts)))
     is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
     meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
     return Violation(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
         f"{unwhole_text(hosts)} loading hosts, not a whole number.",
-        (meant,) if meant else (divisors_of(key, num_hosts, factor),),
+        (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
     )
 
 
@@ -495,18 +505,16 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
     if replicas % data_axis == 0:
         return replicas
     message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
-    return Violation(key, message, (multiples(key, data_axis, replicas), -1))
+    return Violation(key, message, (*multiples_around(data_axis, replicas), -1))
 
 
 def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
     broken: list[Violation] = []
-    for axis in ("fsdp", "tensor", "context", "expert"):
-        # The context and expert axes split further what fsdp splits of a weight.
-        together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
+    for axis, together in SPLIT_TOGETHER.items():
         shards = math.prod(mesh.total[each] for each in together)
         if shards == 1:
             continue
-        chunks = 2 if axis == "context" else 1  # an early and a late one, which balances causal attention
+        chunks = CHUNKS[axis]
         parts = shards * chunks
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
@@ -523,14 +531,18 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
         if parts != size:
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        common = math.gcd(*model_dimensions(config, axis).values())
-        near = [
-            mesh_changes(config, num_devices, name, part, common // (parts // part)) for name, part in sizes.items()
-        ]
+        near: list[Change] = []
         if axis == "context":  # unlike the model's dims, the length is free to choose
-            near.insert(0, multiples("max_target_length", parts, config.max_target_length))
+            unit = shards * math.lcm(chunks, max(config.num_vocab_tiling, 1))
+            near += _lengths(multiples_around(unit, config.max_target_length))
+        for name, part in sizes.items():
+            near += mesh_changes(config, num_devices, name, part)
         broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
     return broken
+
+
+def _lengths(tokens: Iterable[Number]) -> list[Change]:
+    return [{"max_target_length": each} for each in tokens]
 
 
 def _context_violations(config: Config, num_shards: int) -> list[Violation]:
@@ -546,8 +558,8 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
             f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
             f"128 for each of 2 chunks on {num_shards} context shards."
         )
-        near = multiples(length, unit, config.max_target_length)
-        broken.append(Violation(key, message, (near, "auto"), rule="a kernel for shards"))
+        near = _lengths(multiples_around(unit, config.max_target_length))
+        broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
     if kernel != "auto" and not kernel_named(kernel).context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
         broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
@@ -560,7 +572,7 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
     tokens, rest = divmod(config.max_target_length, num_shards)
     if not rest and tokens % pieces:
         message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
-        broken.append(Violation(key, message, (divisors_of(key, tokens, pieces),), rule="tiles of a shard"))
+        broken.append(Violation(key, message, tuple(divisors_around(tokens, pieces)), rule="tiles of a shard"))
     return broken
 
 
@@ -585,7 +597,7 @@ def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[
     broken: list[Violation] = []
     if pieces != -1 and pieces % num_stages:
         message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
-        broken.append(Violation(key, message, (multiples(key, num_stages, pieces),)))
+        broken.append(Violation(key, message, tuple(multiples_around(num_stages, pieces))))
     if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
         broken.extend(_layer_violations(config, num_stages))
     if config.pipeline_schedule == "1f1b":
@@ -615,8 +627,8 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
             f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
             f"which {key}=1f1b splits the tokens of a microbatch for the loss."
         )
-        near = multiples("max_target_length", parts, tokens)
-        broken.append(Violation("max_target_length", message, (near,), rule="1f1b tokens"))
+        near = multiples_around(parts, tokens)
+        broken.append(Violation("max_target_length", message, tuple(near), rule="1f1b tokens"))
     return broken
 
 
@@ -628,13 +640,13 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
     rounds, rest = divmod(layers, num_stages * at_once)
     named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
     if rest:
-        near = divisors_of(key, layers // num_stages, at_once)
+        near = divisors_around(layers // num_stages, at_once)
         if layers % num_stages:
             unit = num_stages * at_once * max(repeats, 1)
-            key, near = "base_num_decoder_layers", multiples("base_num_decoder_layers", unit, layers, offset=first)
+            key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
         product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
         message = f"{named} is not a multiple of {product}."
-        return [Violation(key, message, (near,), rule="layers")]
+        return [Violation(key, message, tuple(near), rule="layers")]
     if repeats not in (-1, rounds):
         key = "num_pipeline_repeats"
         message = (
@@ -651,56 +663,8 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
                 f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
             )
             unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
-            return [Violation(key, message, (multiples(key, unit, at_once),), rule="layers")]
+            return [Violation(key, message, tuple(multiples_around(unit, at_once)), rule="layers")]
     return []
-
-
-_MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
-
-
-@dataclass(frozen=True)
-class PlanRequest(ConfigRequest):
-    """A config on a machine, both of which may be changed.
-
-    Attributes:
-      num_examples: training examples in the data, where known.
-    """
-
-    topology: Topology
-    num_examples: int | None
-
-    def changed(self, change: Change) -> Self:
-        """The same request with new values of some keys, which may include num_devices and num_hosts."""
-        machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
-        unused = {*machine, *self.config.unused_keys}
-        keys = {key: value for key, value in change.items() if key not in unused}
-        return replace(self, config=self.config.model_copy(update=keys), topology=replace(self.topology, **machine))
-
-    def violations(self) -> Iterator[Violation]:
-        """Every broken rule: of the config alone, and of the config on this machine."""
-        said: set[str] = set()
-        for violation in super().violations():
-            said.add(violation.message)
-            yield violation
-        outcome = resolve(self.config, self.topology, self.num_examples)
-        if isinstance(outcome, list):
-            yield from (violation for violation in outcome if violation.message not in said)
-
-
-def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> Sizes | list[Violation]:
-    """The sizes of a run, or every broken rule.
-
-    Args:
-      num_examples: training examples in the data, where known.
-    """
-    if config.run_kind == "train":
-        return derive_sizes(config, topology, num_examples)
-    if broken := topology_violations(topology):
-        return broken
-    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
-    if isinstance(sampled, list):
-        return sampled
-    return derive_sizes(config, sampled.training_part(topology), sampled=sampled)  # it has no length in epochs
 
 
 def refusals(
@@ -712,11 +676,21 @@ def refusals(
       num_examples: training examples in the data, where known.
       wrong: wrong values, in place of which the config has the defaults.
     """
-    return suggest(PlanRequest(config, defaults_of(type(config)), topology, num_examples), wrong)
+
+    def violations(change: Change) -> list[Violation]:
+        machine: dict[str, Any] = {key: change[key] for key in ("num_devices", "num_hosts") if key in change}
+        changed = changed_config(config, {key: value for key, value in change.items() if key not in machine})
+        broken = [*rule_violations(changed, defaults_of(type(config)))]
+        said = {violation.message for violation in broken}
+        outcome = resolve(changed, replace(topology, **machine), num_examples)
+        if isinstance(outcome, list):
+            broken += [violation for violation in outcome if violation.message not in said]
+        return broken
+
+    return suggest(violations, wrong)
 
 
 _MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
-_MOST_GIGABYTES = 1_000_000
 
 
 def make_plan(
@@ -740,40 +714,31 @@ def make_plan(
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
-    if problems := _data_and_memory_refusals(config, num_examples, device_memory_gb):
-        topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
-        raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
-    sizes = batch_sizes(
-        config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
-    )
-    assert sizes.length is not None, "only num_epochs without examples has none"
-    plan = _plan(config, sizes, sizes.length, num_examples, device_memory_gb)
-    return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
+    problems = _data_and_memory_refusals(config, num_examples, device_memory_gb)
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+    if problems:
+        raise UserError(map(str, [*problems, *refusals(config, topology)]))
+    plan = _resolve_or_raise(config, topology, num_examples)
+    plan = _with_costs(config, plan, topology.accelerator, device_memory_gb)
+    return replace(plan, warnings=tuple(_warnings(config, plan, topology.accelerator)))
 
 
-def batch_sizes(
-    config: Config,
-    *,
-    num_devices: int,
-    num_hosts: int = 1,
-    num_examples: int | None = None,
-    platform: Platform | Accelerator = "gpu",
-) -> Sizes:
-    """The sizes that `make_plan` starts from, with all that it refuses; num_epochs may precede the opening of the data.
+def plan_batch(
+    config: Config, *, num_devices: int, num_hosts: int = 1, platform: Platform | Accelerator = "gpu"
+) -> BatchPlan:
+    """The plan of a config whose data are not open yet, as of `resolve`; num_epochs gives it no length.
 
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
-    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
-    resolved = resolve(config, topology, num_examples)
-    if isinstance(resolved, list):
-        raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
-    return resolved
+    return _resolve_or_raise(config, Topology(num_devices, num_hosts, Accelerator.planned(platform)), None)
 
 
-def _numbered(num_examples: int | None) -> int | None:
-    """A number of examples that can be planned with; None for any other."""
-    return num_examples if num_examples is not None and 1 <= num_examples <= _MOST_EXAMPLES else None
+def _resolve_or_raise(config: Config, topology: Topology, num_examples: int | None) -> BatchPlan:
+    plan = resolve(config, topology, num_examples)
+    if isinstance(plan, list):
+        raise UserError(map(str, refusals(config, topology, num_examples)))
+    return plan
 
 
 def _data_and_memory_refusals(
@@ -791,102 +756,33 @@ def _data_and_memory_refusals(
     if num_examples is not None and num_examples > _MOST_EXAMPLES:
         message = f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered."
         problems.append(Refusal("", message, (_MOST_EXAMPLES,)))
-    if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
-        message = f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
-        problems.append(Refusal("", message, (_MOST_GIGABYTES if device_memory_gb > 0 else 1,)))
+    if device_memory_gb is not None and not 0 < device_memory_gb * 1e9 < math.inf:
+        problems.append(Refusal("", f"device_memory_gb={value_text(device_memory_gb)} must be above 0.", (1,)))
     return problems
 
 
-def _plan(
-    config: Config,
-    sizes: Sizes,
-    length: RunLength,
-    num_examples: int | None,
-    memory_gb: float | None,
-) -> BatchPlan:
-    topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
-    pieces, replicas, rl = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas, sizes.sampled
-    slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), topology.num_hosts, pieces)
-    rows, accelerator = slots * config.rows_per_example, topology.accelerator
-    accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
+def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
+    """The plan with the FLOPs and memory of a step and the cost of each schedule, as far as what estimates is there."""
+    rows, pieces = plan.rows_per_micro_batch, plan.num_pipeline_microbatches
     memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
     if registry.is_installed("estimate", "memory"):
         estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
-        memory = estimate(config, mesh.total, rows, accumulation, pieces, memory_gb, replicas, accelerator)
-        if rl is not None:
-            memory = rl.with_sampling(memory, config, mesh.total)
-    shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
-    epochs: Fraction | None = None
-    steps_per_epoch: Fraction | None = None
-    if num_examples is not None:
-        of_data = num_examples * _examples_per_entry(rl)
-        epochs = Fraction(length.total_examples, of_data)
-        steps_per_epoch = Fraction(of_data, total)
-    return BatchPlan(
-        num_devices=topology.num_devices,
-        num_hosts=topology.num_hosts,
-        mesh=mesh.total,
-        ici_mesh=mesh.ici,
-        dcn_mesh=mesh.dcn,
-        per_device_batch_size=batch.per_device_batch_size,
-        micro_batch_to_train=batch.micro_batch_to_train,
-        empty_slots_per_micro_batch=slots - batch.micro_batch_to_train,
-        gradient_accumulation_steps=accumulation,
-        global_batch_to_train=total,
-        global_batch_to_load=loading.global_batch_to_load(total),
-        loads_per_step=loading.loads_per_step,
-        loading_hosts=loading.loading_hosts,
-        examples_per_loading_host=loading.examples_per_loading_host(total),
-        tokens_per_step=total * config.rows_per_example * config.max_target_length,
-        eval_per_device_batch_size=sizes.eval_per_device_batch_size,
-        eval_batch_examples=sizes.eval_batch_examples,
-        num_pipeline_stages=shape.num_stages,
-        num_pipeline_microbatches=pieces,
-        num_pipeline_repeats=shape.num_repeats,
-        pipeline_schedule=config.pipeline_schedule,
-        pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
-        pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
-        pipeline_schedules=_schedule_costs(config, mesh.total, rows, shape, accelerator),
-        steps=length.steps,
-        num_examples=num_examples,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        length=length,
-        scaling=sizes.scaling,
-        diloco_num_replicas=replicas,
-        diloco_sync_period=None if replicas is None else config.diloco_sync_period,
-        max_target_length=config.max_target_length,
-        rows_per_example=config.rows_per_example,
-        flops_per_example=flops_per_example(config, config.max_target_length) * config.rows_per_example,
-        expansion_factor_real_data=loading.factor,
-        rampup=sizes.rampup,
-        memory=memory,
-        attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
-        warnings=(),
-        rl=rl,
-    )
-
-
-def _examples_per_entry(rl: SampledBatch | None) -> int:
-    """Examples of a run for each example in its data."""
-    return 1 if rl is None else rl.examples_per_entry
-
-
-def _schedule_costs(
-    config: Config, mesh: Mapping[str, int], rows: int, shape: PipelineShape, accelerator: Accelerator
-) -> dict[Schedule, ScheduleCost]:
-    """The cost of each schedule that suits the pipeline; empty without a pipeline."""
+        accumulation, replicas = plan.gradient_accumulation_steps, plan.diloco_num_replicas
+        memory = estimate(config, plan.mesh, rows, accumulation, pieces, memory_gb, replicas, accelerator)
+        if plan.rl is not None:
+            memory = plan.rl.with_sampling(memory, config, plan.mesh)
     costs: dict[Schedule, ScheduleCost] = {}
-    if shape.num_stages == 1:
-        return costs
-    for schedule in SCHEDULES:
-        if schedule == "gpipe" or shape.num_repeats == 1:
-            activations = None
-            if registry.is_installed("estimate", "activations"):
-                estimate: Callable[..., int] = registry.load("estimate", "activations")
-                activations = estimate(config, mesh, rows, shape.num_microbatches, schedule, accelerator)
-            costs[schedule] = ScheduleCost(shape.bubble_fraction(schedule), activations)
-    return costs
+    for schedule in SCHEDULES if plan.num_pipeline_stages > 1 else ():
+        if schedule == "1f1b" and plan.num_pipeline_repeats > 1:
+            continue
+        activations = None
+        if registry.is_installed("estimate", "activations"):
+            activations = registry.load("estimate", "activations")(
+                config, plan.mesh, rows, pieces, schedule, accelerator
+            )
+        costs[schedule] = ScheduleCost(plan.pipeline_shape.bubble_fraction(schedule), activations)
+    flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
+    return replace(plan, flops_per_example=flops, memory=memory, pipeline_schedules=costs)
 
 
 def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
@@ -895,14 +791,10 @@ def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -
     Args:
       plan: of the same config, machine and data.
     """
-    length = dataclasses.replace(plan.length, done=(step, examples_seen))
-    epochs = None
-    if plan.num_examples is not None:
-        epochs = Fraction(length.total_examples, plan.num_examples * _examples_per_entry(plan.rl))
-    after = dataclasses.replace(plan, steps=length.steps, epochs=epochs, length=length)
+    after = replace(plan, length=replace(plan.length, done=(step, examples_seen)))
     of_length = tuple(_length_warnings(config, plan))
     others = (warning for warning in plan.warnings if warning not in of_length)
-    return dataclasses.replace(after, warnings=(*others, *_length_warnings(config, after)))
+    return replace(after, warnings=(*others, *_length_warnings(config, after)))
 
 
 def load_plan(
@@ -928,8 +820,8 @@ def load_plan(
     config = reading.config
     known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
     problems = _data_and_memory_refusals(config, known, device_memory_gb)
-    numbered = None if callable(num_examples) else _numbered(num_examples)
-    if refused := [*problems, *reading.refused(refusals(config, topology, numbered, reading.wrong))]:
+    usable = None if problems or callable(num_examples) else num_examples
+    if refused := [*problems, *reading.refused(refusals(config, topology, usable, reading.wrong))]:
         raise UserError(str(refusal) for refusal in refused)
     if callable(num_examples):
         num_examples = num_examples(config) if config.num_epochs else None
@@ -1071,20 +963,12 @@ def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
     Args:
       more: further rows, after that of memory.
     """
-    rows: list[tuple[str, str]] = [
-        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
-        *(plan.rl.rows() if plan.rl else ()),
-        *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
-        *(_loading_rows(plan) if plan.rl is None else ()),
-        *_context_rows(plan),
-        *_pipeline_rows(plan),
-        *_length_rows(plan),
-        *_optimizer_rows(plan),
-        *_diloco_rows(plan),
-        *_rampup_rows(plan),
-        *(_memory_rows(plan.memory) if plan.memory.is_known else ()),
-        *more,
-    ]
+    rows = [*_batch_rows(plan), *_pipeline_rows(plan), *_length_rows(plan), *_optimizer_rows(plan)]
+    if plan.diloco_num_replicas is not None:
+        replicas, shards = plan.diloco_num_replicas, plan.mesh["data"]
+        held = f"{_count(replicas, 'replica')}, {replicas // shards} on each part of the data axis ({shards})"
+        rows.append(("local updates", f"{held}, synchronised every {plan.diloco_sync_period} steps"))
+    rows += [*_rampup_rows(plan), *_memory_rows(plan.memory), *more]
     warnings = (f"warning: {warning}" for warning in plan.warnings)
     return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
 
@@ -1105,112 +989,65 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _mesh_text(plan: BatchPlan) -> str:
-    return mesh_text(plan.mesh, "all mesh axes 1")
-
-
 def _decimal(value: Fraction) -> str:
     """A number for reading that is never a ratio such as 3/38269."""
     text = short_text(value)
     return rounded_text(float(value)) if "/" in text else text
 
 
-def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    devices = _count(plan.num_devices, "device")
-    per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
-    micro = _count(plan.micro_batch_to_train, "example")
-    slots = f"{_count(plan.micro_batch_slots, 'slot')} over {_count(plan.batch_shards, 'batch shard')}"
-    return [
-        ("micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"),
-        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {micro}"),
-        (
-            "global_batch_to_train",
-            f"{_count(plan.global_batch_to_train, 'example')} = "
-            f"{per_device} per device x {devices} x {accumulation} accumulation",
-        ),
-        *_example_rows(plan),
-        (
-            "tokens_per_step",
-            f"{plan.tokens_per_step} = {_count(plan.global_batch_to_train, 'example')} x {_row_text(plan)} tokens",
-        ),
-        (
-            "eval batch",
-            f"{_count(plan.eval_batch_examples, 'example')} = "
-            f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
-        ),
-    ]
+def _batch_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    devices, accumulation = _count(plan.num_devices, "device"), plan.gradient_accumulation_steps
+    per_device, examples = number_text(plan.per_device_batch_size), _count(plan.global_batch_to_train, "example")
+    micro, slots = _count(plan.micro_batch_to_train, "example"), _count(plan.micro_batch_slots, "slot")
+    mesh, rows, tokens = mesh_text(plan.mesh, "all mesh axes 1"), plan.rows_per_example, plan.max_target_length
+    yield "num_devices", f"{plan.num_devices} = {mesh}, on {_count(plan.num_hosts, 'host')}"
+    if plan.rl is not None:
+        yield from plan.rl.rows()
+    yield "micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"
+    shards = f"{slots} over {_count(plan.batch_shards, 'batch shard')}"
+    yield "empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {shards} - {micro}"
+    yield "global_batch_to_train", f"{examples} = {per_device} per device x {devices} x {accumulation} accumulation"
+    if rows > 1:
+        step = plan.global_batch_to_train * rows
+        yield "rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step"
+    row = f"{tokens}" if rows == 1 else f"2 rows x {tokens}"
+    yield "tokens_per_step", f"{plan.tokens_per_step} = {examples} x {row} tokens"
+    if plan.rl is None:
+        yield from _reading_rows(plan)
+    if (shards := plan.mesh["context"]) > 1:
+        chunk = f"an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an example"
+        yield "context shards", f"{shards}, each with {chunk}"
 
 
-def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    """Rows per example, where an example has more than one."""
-    rows = plan.rows_per_example
-    if rows == 1:
-        return []
-    step = plan.global_batch_to_train * rows
-    return [("rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step")]
-
-
-def _row_text(plan: BatchPlan) -> str:
-    """Tokens of an example, with its rows as a factor if it has several."""
-    return f"{plan.max_target_length}" if plan.rows_per_example == 1 else f"2 rows x {plan.max_target_length}"
-
-
-def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    factor, hosts = plan.expansion_factor_real_data, len(plan.loading_hosts)
+def _reading_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    per_device, devices = number_text(plan.eval_per_device_batch_size), _count(plan.num_devices, "device")
+    yield "eval batch", f"{_count(plan.eval_batch_examples, 'example')} = {per_device} per device x {devices}"
+    factor, share = plan.expansion_factor_real_data, plan.examples_per_loading_host
     exact = plan.global_batch_to_train * factor
     rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
-    share = plan.examples_per_loading_host
-    about = "" if share.denominator == 1 else " on average"
-    return [
-        (
-            "global_batch_to_load",
-            f"{_count(plan.global_batch_to_load, 'slot')} = "
-            f"{_count(plan.global_batch_to_train, 'example')} x {number_text(factor)} expansion{rounded}",
-        ),
-        (
-            "loading_hosts",
-            f"{hosts} of {plan.num_hosts}, each reads {short_text(share)} example{'' if share == 1 else 's'}{about} "
-            f"in each of {_count(plan.loads_per_step, 'load')} per step",
-        ),
-    ]
+    examples = _count(plan.global_batch_to_train, "example")
+    slots = _count(plan.global_batch_to_load, "slot")
+    yield "global_batch_to_load", f"{slots} = {examples} x {number_text(factor)} expansion{rounded}"
+    read = f"{short_text(share)} example{'' if share == 1 else 's'}{'' if share.denominator == 1 else ' on average'}"
+    loads = _count(plan.loads_per_step, "load")
+    yield (
+        "loading_hosts",
+        f"{len(plan.loading_hosts)} of {plan.num_hosts}, each reads {read} in each of {loads} per step",
+    )
 
 
-def _context_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    shards, tokens = plan.mesh["context"], plan.max_target_length
-    if shards == 1:
-        return []
-    return [
-        (
-            "context shards",
-            f"{shards}, each with an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an "
-            "example",
-        )
-    ]
-
-
-def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    stages, pieces = plan.num_pipeline_stages, plan.num_pipeline_microbatches
-    if stages == 1:
-        return []
-    uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
-    return [
-        (
-            "pipeline_microbatch_size",
-            f"{_count(plan.pipeline_microbatch_size, 'example')} = "
-            f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
-        ),
-        ("pipeline_bubble_fraction", _bubble_text(plan)),
-        *(
-            (f"with {name}", _cost_text(cost))
-            for name, cost in plan.pipeline_schedules.items()
-            if len(plan.pipeline_schedules) > 1
-        ),
-    ]
-
-
-def _cost_text(cost: ScheduleCost) -> str:
-    bubble = f"bubble {float(cost.bubble_fraction):.4g}"
-    return bubble if cost.activations is None else f"{bubble}, activations {bytes_text(cost.activations)}"
+def _pipeline_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    if plan.num_pipeline_stages == 1:
+        return
+    size, uneven = _count(plan.pipeline_microbatch_size, "example"), "" if micro % pieces == 0 else ", rounded up"
+    yield "pipeline_microbatch_size", f"{size} = micro-batch {micro} / {pieces} pipeline microbatches{uneven}"
+    yield "pipeline_bubble_fraction", _bubble_text(plan)
+    if len(plan.pipeline_schedules) > 1:
+        for name, cost in plan.pipeline_schedules.items():
+            bubble = f"bubble {float(cost.bubble_fraction):.4g}"
+            bytes_held = "" if cost.activations is None else f", activations {bytes_text(cost.activations)}"
+            yield f"with {name}", bubble + bytes_held
 
 
 def _bubble_text(plan: BatchPlan) -> str:
@@ -1275,64 +1112,41 @@ def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _diloco_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    replicas = plan.diloco_num_replicas
-    if replicas is None:
-        return []
-    held = replicas // plan.mesh["data"]
-    return [
-        (
-            "local updates",
-            f"{_count(replicas, 'replica')}, {held} on each part of the data axis ({plan.mesh['data']}), "
-            f"synchronised every {plan.diloco_sync_period} steps",
-        )
-    ]
-
-
-def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
     ramp = plan.rampup
     if ramp is None:
-        return []
+        return
     done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
     target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
-    rows = [
-        (
-            "num_increments",
-            f"{ramp.num_increments} = ({target} - {start}) / {number_text(ramp.per_device_batch_size_increment)}",
-        ),
-        (
-            "samples_per_increment",
-            f"{short_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
-        ),
-        ("ramp-up", f"{_count(last.first_step - 1 - done, 'step')}{' left' * (done > 0)}; rampup_mode={ramp.mode}"),
-    ]
+    increment = number_text(ramp.per_device_batch_size_increment)
+    yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
+    each = short_text(ramp.samples_per_increment)
+    yield "samples_per_increment", f"{each} = {ramp.global_rampup_samples} / {ramp.num_increments}"
+    steps = f"{_count(last.first_step - 1 - done, 'step')}{' left' if done else ''}"
+    yield "ramp-up", f"{steps}; rampup_mode={ramp.mode}"
     shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
     for stage in shown:
         assert stage.num_steps is not None
-        rows.append(
-            (
-                "",
-                f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
-                f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
-                f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
-            )
+        yield (
+            "",
+            f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
+            f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
+            f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
         )
     if len(shown) < len(stages):
-        rows.append(("", f"... {len(stages) - len(shown)} more stages (--json has them all)"))
-    return [*rows, ("", f"from step {last.first_step}: {last.global_batch_to_train}")]
+        yield "", f"... {len(stages) - len(shown)} more stages (--json has them all)"
+    yield "", f"from step {last.first_step}: {last.global_batch_to_train}"
 
 
-def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
+_WHEN = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}
+
+
+def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    if not memory.is_known:
+        return
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
-    when = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}.get(
-        memory.peak, f"at the {memory.peak}"
-    )
-    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(
-        f"{name} {bytes_text(size)}" for name, size in parts if size
-    )
-    text += f", {when}"
-    rows = [("memory per device", text)]
+    parts = [f"{name} {bytes_text(memory.at_peak(part))}" for part, name in PARTS.items() if memory.at_peak(part)]
+    when = _WHEN.get(memory.peak, f"at the {memory.peak}")
+    yield "memory per device", f"{bytes_text(memory.total)}{limit} = {' + '.join(parts)}, {when}"
     if memory.offloaded:
-        rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))
-    return rows
+        yield "in host memory", f"{bytes_text(memory.offloaded)} per device"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from maxtext_lite.batching.batch import Batch, smaller_batches
+from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
 from maxtext_lite.config.errors import number_text, short_text, unwhole_text
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
-from maxtext_lite.config.violation import Sides, Violation, divisors, multiples, one_of
+from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
@@ -39,6 +39,24 @@ class BatchStage(Batch):
     def samples(self) -> int | None:
         """Examples that the stage consumes; None where num_steps is None."""
         return None if self.num_steps is None else self.num_steps * self.global_batch_to_train
+
+    def to_json(self) -> dict[str, object]:
+        """The entries of a stage in plan.json."""
+        return {
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "per_device_batch_size": json_number(self.per_device_batch_size),
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "global_batch_to_train": self.global_batch_to_train,
+            "samples": self.samples,
+        }
+
+
+def json_number(value: Any) -> Any:
+    """The value with a fraction as a number."""
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else float(value)
+    return value
 
 
 def only_stage(batch: Batch) -> BatchStage:
@@ -180,6 +198,17 @@ class RampupBatchManager:
             raise ValueError(f"step={step}: the first step is 1")
         return self.all_stages[bisect.bisect_right(self.all_stages, step, key=lambda stage: stage.first_step) - 1]
 
+    def to_json(self) -> dict[str, object]:
+        """The entry `rampup` of plan.json."""
+        return {
+            "mode": self.mode,
+            "num_increments": self.num_increments,
+            "samples_per_increment": json_number(self.samples_per_increment),
+            "total_steps": self.total_steps,
+            "stages": [stage.to_json() for stage in self.stages],
+            "target": self.last_stage.to_json(),
+        }
+
 
 def make_rampup(
     config: BatchConfig, batch: Batch | None, num_devices: int
@@ -213,20 +242,16 @@ def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violat
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     target = batch.per_device_batch_size
     if start >= target:
-
-        def nearest_starts() -> Sides:
-            starts = (target - number * increment for number in range(1, 65))
-            return one_of(_START, [each for each in starts if each > 0], start)()
-
+        near = [target - increment] if target > increment else []
         message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Violation(_START, message, (nearest_starts, _NO_RAMP), rule="ramp goes up")]
+        return [Violation(_START, message, (*near, _NO_RAMP), rule="ramp goes up")]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
         return []
 
     whole = int((target - start) / unit)
     increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
-    near = (one_of(_INCREMENT, increments, increment), _NO_RAMP)
+    near = (*around(increments, increment), _NO_RAMP)
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
@@ -252,7 +277,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit:
         Violation(
             key,
             f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
-            (multiples(key, unit, value), _NO_RAMP),
+            (*multiples_around(unit, value), _NO_RAMP),
             rule=f"{key} is whole",
         )
         for key in (_START, _INCREMENT)
@@ -267,7 +292,7 @@ class RunLength:
     Attributes:
       stages: all stages of the run, in order; the last one has no end.
       stated_steps: `steps`; None where num_epochs states the length.
-      stated_examples: num_epochs x examples in the data; None where `steps` states the length.
+      stated_examples: num_epochs x examples in the data; None where `steps` states the length, or the data are unknown.
       trains_short_batch: whether examples at the end that fill no batch make one more step (`last_batch`).
       done: (steps, examples) before this start of the run; those of a checkpoint where it resumes.
     """
@@ -374,39 +399,34 @@ class RunLength:
         return steps + fitting, seen + fitting * batch
 
 
-def epochs_violation(config: Config, num_examples: int | None) -> Violation | None:
-    """Refuses a length that nothing states, and epochs that are not a whole number of examples."""
-    key, epochs = "num_epochs", config.num_epochs
-    if epochs == 0:
-        if config.steps != -1:
-            return None
-        return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(config.warmup_steps, 1),))
-    if num_examples is None or (epochs * num_examples).denominator == 1:
-        return None
-    return Violation(
-        key,
-        f"{key}={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(epochs * num_examples, 6)} "
-        "examples, not a whole number.",
-        (multiples(key, Fraction(1, num_examples), epochs), Fraction(math.ceil(epochs))),
-        rule=f"{key} is whole",
-    )
-
-
 def derive_length(
-    config: Config, stages: tuple[BatchStage, ...], num_examples: int | None
+    config: Config, stages: tuple[BatchStage, ...] | None, num_examples: int | None
 ) -> RunLength | Violation | None:
-    """The length of a run; None if num_epochs states it and the number of examples is unknown.
+    """The length of a run, or the rule that it breaks.
 
     Args:
-      config: a config without an `epochs_violation`.
+      stages: None where they are not known, and so the length is not.
+      num_examples: None where unknown; the length of a run of num_epochs is then unknown too.
     """
-    trains_short = config.last_batch == "train"
-    if config.num_epochs == 0:
-        return RunLength(stages, config.steps, None, trains_short)
-    if num_examples is None:
+    epochs = config.num_epochs
+    if epochs == 0 and config.steps == -1:
+        return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(config.warmup_steps, 1),))
+    stated = None if num_examples is None or epochs == 0 else epochs * num_examples
+    if stated is not None and stated.denominator != 1:
+        return Violation(
+            "num_epochs",
+            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(stated, 6)} "
+            "examples, not a whole number.",
+            (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
+            rule="num_epochs is whole",
+        )
+    if stages is None:
         return None
-    length = RunLength(stages, None, int(config.num_epochs * num_examples), trains_short)
-    return length if length.steps else _no_step(config, stages[0], num_examples)
+    examples = None if stated is None else int(stated)
+    length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
+    if num_examples is not None and epochs and not length.steps:
+        return _no_step(config, stages[0], num_examples)
+    return length
 
 
 def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
@@ -415,7 +435,7 @@ def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
         "num_epochs",
         f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
         f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
-        (lambda: [smaller_batches(config, first, total)], {"num_epochs": Fraction(wanted, num_examples)}),
+        (Fraction(wanted, num_examples), {"last_batch": "train"}),
         rule="a step",
     )
 
@@ -513,7 +533,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
                 f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
                 f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
                 f"that works is {largest}.",
-                (*smaller_batches(config, batch, largest)[:1], smallest, {"scale_adam_with_batch": False}),
+                (smallest, {"scale_adam_with_batch": False}),
             )
         )
     return broken

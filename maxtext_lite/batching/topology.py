@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of, one_of
+from maxtext_lite.config.violation import Change, Violation, around, divisors, divisors_around
 
 MOST_DEVICES = 1_000_000
 """The largest number of devices or hosts of a machine."""
@@ -56,6 +56,7 @@ MESH_KEYS: tuple[str, ...] = (
     *(mesh_key("dcn", axis) for axis in MESH_AXES),
 )
 """The twelve keys whose product is num_devices."""
+_DATA, _FSDP = mesh_key("ici", "data"), mesh_key("ici", "fsdp")
 
 
 def topology_violations(topology: Topology) -> list[Violation]:
@@ -71,11 +72,11 @@ def topology_violations(topology: Topology) -> list[Violation]:
             broken.append(Violation(key, message, nearest, rule=f"{key} of a machine"))
     if not broken and devices % hosts:
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
-        broken.append(Violation("num_hosts", message, (divisors_of("num_hosts", devices, hosts),)))
+        broken.append(Violation("num_hosts", message, tuple(divisors_around(devices, hosts))))
     return broken
 
 
-def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Violation:
+def resolve_mesh(config: Config, num_devices: int) -> MeshSizes | Violation:
     """The axis sizes with -1 filled in, or the rule that they break."""
     sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
     open_keys = [key for key, size in sizes.items() if size == -1]
@@ -124,41 +125,52 @@ def mesh_text(mesh: Mapping[str, int], of_one: str = "one device") -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or of_one
 
 
-def mesh_changes(
-    config: MeshConfig, num_devices: int, key: str, size: int, common: int = 0
-) -> Callable[[], Iterable[Iterable[Change]]]:
-    """Changes of a mesh axis to the sizes around its own that the other axes leave room for.
+SPLIT_TOGETHER = {
+    "fsdp": ("fsdp", "context", "expert"),
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert",),
+}
+"""The axes over which the dims of `model_dimensions` are split."""
+CHUNKS = {"fsdp": 1, "tensor": 1, "context": 2, "expert": 1}
+"""Parts of a shard: an early and a late one for context, which balances causal attention."""
+
+
+def _parts_of_model(config: Config, key: str) -> int:
+    """What the size of a mesh axis must divide for the model; 0, which all sizes divide, where it splits no dim."""
+    axis = {mesh_key(scope, each): each for scope in ("ici", "dcn") for each in MESH_AXES}[key]
+    if axis not in SPLIT_TOGETHER:
+        return 0
+    keys = [mesh_key(scope, each) for scope in ("ici", "dcn") for each in SPLIT_TOGETHER[axis]]
+    others = math.prod(max(getattr(config, other), 1) for other in keys if other != key)
+    return math.gcd(*model_dimensions(config, axis).values()) // (others * CHUNKS[axis])
+
+
+def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[Change]:
+    """Changes of a mesh axis to the nearest sizes that the model and the other axes leave room for.
 
     The devices that it no longer covers go to an axis that is -1, or to that of data, or for data to that of fsdp. If
-    the other axes already need more devices than there are, fsdp covers all, beside the other axes if it can.
+    the other axes already need more devices than there are, fsdp covers all that they leave, or all.
 
     Args:
       size: of the axis; the devices that remain for it where the key is -1.
-      common: a number that its size has to divide.
     """
     stated = {other: number for other in MESH_KEYS if other != key and (number := getattr(config, other)) != -1}
-    rest, room = "ici_data_parallelism", num_devices // math.prod(stated.values())
-    if key == rest:
-        rest = "ici_fsdp_parallelism"
-    is_open = len(stated) < len(MESH_KEYS) - 1
-    all_to_fsdp = {"ici_fsdp_parallelism": -1}
-
-    def with_rest(changes: Iterable[Change]) -> Iterator[Change]:
-        for change in changes:
-            left = room // cast("int", change[key])
-            if is_open or left == 1:
-                yield change
-            if rest in stated and left > 1:
-                yield {**change, rest: stated[rest] * left}
-
-    def sides() -> Iterable[Iterable[Change]]:
-        if not room:
-            alone = {other: 1 for other in (*stated, key) if getattr(config, other) > 1} | all_to_fsdp
-            return [all_to_fsdp, alone], []
-        below, above = one_of(key, (each for each in divisors(room) if common % each == 0), size)()
-        return with_rest(below), with_rest(above)
-
-    return sides
+    room = num_devices // math.prod(stated.values())
+    if not room:
+        others = size * math.prod(stated.values()) // stated.get(_FSDP, 1)
+        ones = {} if num_devices % others == 0 else dict.fromkeys((*stated, key), 1)
+        return [ones | {_FSDP: -1}]
+    rest = _FSDP if key == _DATA else _DATA
+    found: list[Change] = []
+    common = _parts_of_model(config, key)
+    for near in around([each for each in divisors(room) if common % each == 0], size):
+        left = room // int(near)
+        if len(stated) < len(MESH_KEYS) - 1 or left == 1:
+            found.append({key: near})
+        elif rest in stated:
+            found.append({key: near, rest: stated[rest] * left})
+    return found
 
 
 def _product_text(fixed: Mapping[str, int]) -> str:
@@ -170,27 +182,25 @@ def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
     scopes = {key[:3] for key in open_keys}
     why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
     named = " and ".join(f"{key}=-1" for key in open_keys)
-    return Violation(last, f"{named}: {why} may be -1.", (divisors_of(last, num_devices, 0),))
+    return Violation(last, f"{named}: {why} may be -1.", tuple(divisors_around(num_devices, 0)))
 
 
-def _not_dividing(
-    config: MeshConfig, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int
-) -> Violation:
+def _not_dividing(config: Config, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
     product_text = f"{_product_text(fixed)}{total}"
     message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
-    return Violation(key, message, (mesh_changes(config, num_devices, key, size),), "mesh")
+    return Violation(key, message, tuple(mesh_changes(config, num_devices, key, size)), "mesh")
 
 
-def _wrong_product(config: MeshConfig, fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
+def _wrong_product(config: Config, fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
     message = (
         f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
         if fixed
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
-    return Violation(last, message, (mesh_changes(config, num_devices, last, fixed.get(last, 1)),), "mesh")
+    return Violation(last, message, tuple(mesh_changes(config, num_devices, last, fixed.get(last, 1))), "mesh")
 
 
 def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:

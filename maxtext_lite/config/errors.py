@@ -34,6 +34,10 @@ class UserError(Exception):
         return type(self), (self.problems,)
 
 
+class WriteError(UserError):
+    """A file or directory cannot be written."""
+
+
 def number_text(value: int | float | Fraction) -> str:
     """`value` as in a config file: 16, 0.25, 1e-08, or 1/3 where no decimal with a float's digits is exact."""
     if isinstance(value, float):
@@ -223,12 +227,12 @@ def writing(path: str | Path) -> Generator[None]:
     """A context in which `path` is written.
 
     Raises:
-      UserError: in place of an OSError: the disk is full, the file system is read-only, `path` is a directory, ...
+      WriteError: in place of an OSError: the disk is full, the file system is read-only, `path` is a directory, ...
     """
     try:
         yield
     except OSError as error:
-        raise UserError(cannot_write(path, error)) from None
+        raise WriteError(cannot_write(path, error)) from None
 
 
 def cannot_write(path: str | Path, error: OSError) -> str:

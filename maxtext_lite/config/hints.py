@@ -87,7 +87,6 @@ _ELSEWHERE = {
 """Names of keys in other frameworks, where they are not similar to ours."""
 
 _WORD = re.compile(r"-{0,2}([A-Za-z][\w-]*)\s*[:=]?\s*(.*)", re.DOTALL)
-_MOST_FILES = 1000
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIX = re.compile(r"\.[a-z]+\d?$")
 
@@ -145,22 +144,17 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
         return f"the config file '{value_text(name)}'{named_by} {what}."
     beside = place.parent
     found = (file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern) if not file.is_dir())
-    files = [Path(name).parent / file.name for file in sorted(found)[:_MOST_FILES]]
+    files = [Path(name).parent / file.name for file in sorted(found)]
     same = [str(file) for file in files if file.stem == Path(name).stem]
     hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"
 
 
 def missing_model(name: str, shipped: Sequence[str]) -> str:
-    """The problem with a model_name without a file, and the models of its family, or else all families."""
-    families: dict[str, list[str]] = {}
-    for model in shipped:
-        families.setdefault(_family(model), []).append(model)
-    same = families.get(_family(name.lower()))
-    choices = f"Its family has: {', '.join(same)}" if same else f"There are models of: {', '.join(families)}"
+    """The problem with a model_name without a file."""
     return (
-        f"model_name={value_text(name)} has no file in configs/models/. {choices}; model_name=default takes the "
-        f"dimensions from the config.{did_you_mean(name, [*shipped, 'default'])}"
+        f"model_name={value_text(name)} has no file in configs/models/. model_name=default takes the dimensions from "
+        f"the config.{did_you_mean(name, [*shipped, 'default'])}"
     )
 
 
@@ -186,8 +180,3 @@ def hub_hint(path: str, *options: str) -> str:
         return ""
     command = " ".join(["hf download", path, *options, "--local-dir", path])
     return f" If it is on the Hugging Face hub, download it first: {command}"
-
-
-def _family(model: str) -> str:
-    """The first letters of a model's name."""
-    return re.split(r"[^a-z]", model, maxsplit=1)[0]

@@ -29,8 +29,9 @@ from maxtext_lite.config.keys import (
     with_texts,
 )
 from maxtext_lite.config.registry import NotInstalled, installed_names, load, load_installed, names
-from maxtext_lite.config.suggest import ConfigRequest, suggest
+from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.types import path_problem, wrong_value
+from maxtext_lite.config.violation import changed_config, suggest
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.config.yaml import YamlValue, is_one_scalar, parse_mapping, parse_value
 
@@ -113,12 +114,6 @@ def find_config(name: str, namer: Path | None = None) -> Path | None:
     return shipped
 
 
-def find_model(name: str) -> Path | None:
-    """The file of a `model_name`: the shipped one, otherwise configs/models/NAME.yml of the working directory."""
-    file = f"configs/{_MODELS}{name}.yml"
-    return packaged_file("configs", file) or find_config(file)
-
-
 def shipped_configs() -> list[str]:
     """The paths below configs/ of all shipped files."""
     directory = packaged_directory("configs")
@@ -170,7 +165,7 @@ def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
 def keys_twice(entries: Sequence[tuple[str, YamlValue]], origin: str) -> list[str]:
     """The problems with the keys that occur several times in a file."""
     twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
-    return first_of([f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice], origin)
+    return [f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice[:_MOST_NAMED]]
 
 
 def takes_text(key: str) -> bool:
@@ -193,12 +188,6 @@ def plain_value(key: str, value: YamlValue) -> object:
         return with_texts(cast("list[object]", sources), cast("list[object]", value.texts))
     is_null = value.value is None and value.text != ""  # as written: null or ~
     return value.text if takes_text(key) and value.text is not None and not is_null else value.value
-
-
-def first_of(messages: Sequence[str], origin: str) -> list[str]:
-    """The first of many messages about one source, and the number of further ones."""
-    more = len(messages) - _MOST_NAMED
-    return [*messages[:_MOST_NAMED], *([f"{origin} has {more:,} more of these."] if more > 0 else [])]
 
 
 def file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
@@ -237,7 +226,6 @@ def file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
 
 
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
-_MOST_HINTS = 20
 WORKING_DIRECTORY = "working_directory"
 """The entry of a run's environment.json for the directory that its relative paths are in."""
 
@@ -285,22 +273,19 @@ class Reading:
 
     def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
         """All refusals; where load_parameters_path decided a key, in terms of its files."""
-        return [self._in_its_fields(refusal) for refusal in (*self.refusals, *refusals)]
-
-    def _in_its_fields(self, refusal: Refusal) -> Refusal:
-        origin = self.config.origins.get(refusal.key)
-        if not self.field_names or not isinstance(origin, Origin) or not origin.is_architecture:
-            return refusal
         words = re.compile(rf"\b({'|'.join(self.field_names)})\b")
 
         def worded(text: object) -> object:
-            if not isinstance(text, str):
-                return text
-            return words.sub(lambda found: self.field_names[found[0]], text)
+            return words.sub(lambda name: self.field_names[name[0]], text) if isinstance(text, str) else text
 
-        return replace(
-            refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
-        )
+        found: list[Refusal] = []
+        for refusal in (*self.refusals, *refusals):
+            origin = self.config.origins.get(refusal.key)
+            if self.field_names and isinstance(origin, Origin) and origin.is_architecture:
+                message, nearest = f"{origin}: {worded(refusal.message)}", map(worded, refusal.nearest)
+                refusal = replace(refusal, message=message, nearest=tuple(nearest))
+            found.append(refusal)
+        return found
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -317,10 +302,12 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
       ConfigError: (a UserError) with every problem of the config.
     """
     reading = read_config(path, overrides)
-    refusals = suggest(ConfigRequest(reading.config, defaults_of(type(reading.config))), reading.wrong)
+    config = reading.config
+    defaults = defaults_of(type(config))
+    refusals = suggest(lambda change: rule_violations(changed_config(config, change), defaults), reading.wrong)
     if refused := reading.refused(refusals):
         raise ConfigError(str(refusal) for refusal in refused)
-    return reading.config
+    return config
 
 
 def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Reading:
@@ -455,21 +442,22 @@ def _override_layer(
 
 
 def _override_value(key: str, text: str) -> object:
-    """The value of `key=text`: *.txt, [ab].txt and `x #1.txt` are text, of which YAML makes something else."""
+    """The value of `key=text`: *.txt, [ab].txt and `x #1.txt` are text, of which YAML makes something else.
+
+    A list of sources begins with [{ or {; `x: y.txt` is a path, though YAML reads a mapping.
+    """
+    if not takes_text(key):
+        return plain_value(key, parse_value(text))
+    lists_sources = may_list_sources(key) and text.lstrip().startswith(("[", "{"))
     try:
         value = parse_value(text)
     except ValueError:
-        if not takes_text(key) or (may_list_sources(key) and text.lstrip().startswith("[{")):
+        if lists_sources and text.lstrip().startswith("[{"):
             raise
         return text
-    if takes_text(key) and not is_one_scalar(text) and not (may_list_sources(key) and _lists_sources(text, value)):
-        return text
-    return plain_value(key, value)
-
-
-def _lists_sources(text: str, value: YamlValue) -> bool:
-    """Whether the text is meant as a list of sources; `x: y.txt` is a path, though YAML reads a mapping."""
-    return is_source_list(value.value) and (isinstance(value.value, list) or text.lstrip().startswith("{"))
+    if is_one_scalar(text) or (lists_sources and is_source_list(value.value)):
+        return plain_value(key, value)
+    return text
 
 
 def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
@@ -483,21 +471,17 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
     for other in load_installed("run"):
         theirs = [key for key in unknown if key in other.model_fields]
         if theirs:
-            _refuse(problems, _keys_of_other_run(theirs, layer.origin, other.base_files[-1]))
+            named = ", ".join(theirs[:_MOST_NAMED])
+            file = f"configs/{other.base_files[-1]}"
+            message = f"unknown here: {named} ({layer.origin}). Give {file}, which has it, or a file whose base it is."
+            _refuse(problems, message)
             unknown = [key for key in unknown if key not in theirs]
-    hints = {key: key_hint(key, known) for key in unknown[:_MOST_HINTS]}
-    messages = [f"unknown key '{value_text(key)}' ({layer.origin}).{hints.get(key, '')}" for key in unknown]
-    problems.extend(Refusal("", message) for message in first_of(messages, layer.origin))
-
-
-def _keys_of_other_run(keys: Sequence[str], origin: str, file: str) -> str:
-    """One message for all keys of another kind of run, whose file is named, in a layer."""
-    is_one, more = len(keys) == 1, f" and {len(keys) - 2} more" if len(keys) > 2 else ""
-    named = f"key '{keys[0]}'" if is_one else f"keys '{keys[0]}', '{keys[1]}'{more}"
-    return (
-        f"unknown {named} ({origin}). {'It is a key' if is_one else 'They are keys'} of configs/{file}: give that "
-        "file, or one whose base it is."
-    )
+    problems += [
+        Refusal("", f"unknown key '{value_text(key)}' ({layer.origin}).{key_hint(key, known)}")
+        for key in unknown[:_MOST_NAMED]
+    ]
+    if len(unknown) > _MOST_NAMED:
+        _refuse(problems, f"{layer.origin} has {len(unknown) - _MOST_NAMED:,} more unknown keys.")
 
 
 def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> list[Layer]:
@@ -514,7 +498,8 @@ def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Co
     shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
     path = None
     if re.fullmatch(r"[\w][\w.-]*", name):
-        path = find_model(name)
+        file = f"configs/{_MODELS}{name}.yml"
+        path = packaged_file("configs", file) or find_config(file)
     if path is None:
         _refuse(problems, missing_model(name, shipped))
         return []
@@ -583,7 +568,7 @@ def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> 
         if key in details:
             refusal = wrong_value(kind, details[key], key)
             right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in refusal.nearest]
-            wrong.append(replace(refusal, nearest=tuple(right)))
+            wrong.append(replace(refusal, nearest=(*right, usual[key])))
     return kind.model_validate({**legal, **usual}), wrong
 
 

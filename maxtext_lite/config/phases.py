@@ -36,8 +36,8 @@ class Observer:
     def failed(self, error: BaseException) -> None:
         """Called when this process ends with an unexpected error, whose cause may be another process."""
 
-    def finish(self, code: int) -> None:
-        """Called when this process ends with this exit code."""
+    def finish(self, code: int, reason: str) -> None:
+        """Called when this process ends with this exit code; of a failure, with its error message."""
 
 
 observers: list[Observer] = []
@@ -93,11 +93,6 @@ class PhaseClock:
         """Reports that this process passed a place in the program, which all pass in the same order."""
         for observer in self._observers:
             observer.advance()
-
-    def arrive(self) -> None:
-        """Reports that this process waits for the others; not in a save, which waits again and again."""
-        if self._phase != "save":
-            self.advance()
 
     @property
     def work(self) -> tuple[Phase, int, float]:

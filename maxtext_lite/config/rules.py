@@ -24,7 +24,7 @@ from maxtext_lite.config.keys import (
     source_names,
 )
 from maxtext_lite.config.registry import installed_names, load_installed, names
-from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
+from maxtext_lite.config.violation import Violation, around, divisors, divisors_around, unused, violates
 from maxtext_lite.config.weights import model_shape, stacks_of
 
 
@@ -32,7 +32,7 @@ def _kv_heads(config: Config) -> Violation | None:
     key, heads, kv_heads = "base_num_kv_heads", config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    return violates(config, key, f"does not divide base_num_query_heads={heads}", divisors_of(key, heads, kv_heads))
+    return violates(config, key, f"does not divide base_num_query_heads={heads}", *divisors_around(heads, kv_heads))
 
 
 def _head_dim(config: Config) -> Violation | None:
@@ -260,7 +260,7 @@ def _routing_groups(config: Config) -> Violation | None:
         return None
     legal = [number for number in divisors(experts) if 2 * number <= experts] or [1]
     rule = f"does not split num_experts={experts} into equal groups of at least 2"
-    return violates(config, key, rule, one_of(key, legal, groups))
+    return violates(config, key, rule, *around(legal, groups))
 
 
 def _chosen_groups(config: Config) -> Violation | None:
@@ -426,7 +426,7 @@ def _vocab_tiling(config: Config) -> Violation | None:
     key, tiles, tokens = "num_vocab_tiling", config.num_vocab_tiling, config.max_target_length
     if tokens % tiles == 0:
         return None
-    return violates(config, key, f"does not divide max_target_length={tokens}", divisors_of(key, tokens, tiles))
+    return violates(config, key, f"does not divide max_target_length={tokens}", *divisors_around(tokens, tiles))
 
 
 def _byte_vocabulary(config: Config) -> Violation | None:

@@ -7,7 +7,6 @@ their rows this process reads (`layout`), in one or several loads per step. Grai
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -188,11 +187,14 @@ def slots_of(indices: Iterable[Index], *, slot_dim: int, num_slots: int) -> np.n
 
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
-_BATCHES_KNOWN = 2  # read on the host beyond the one handed out, because hosts agree to stop one step late
 _MOST_READS = 2**62  # each load is an item of a sequence, and a Python sequence has fewer than 2**63 items
 # Bytes from which Grain passes an array in shared memory: never. It was no faster than a pipe (27 against 26
 # milliseconds for 64 x 4096 tokens), leaves segments behind, and the /dev/shm of a container often has only 64 MB.
 _NO_SHARED_MEMORY = 2**62
+
+
+class UnreadError(UserError):
+    """Examples cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +209,6 @@ class DeviceBatch:
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: the first micro-batches of A that are in use; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
-      problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, so that hosts can stop together
-        before `next` raises it; None if it can. Evaluation batches are handed out without such rows, and report them.
       attention_imbalance: see `Balance.arranged`; None if unknown.
     """
 
@@ -217,7 +217,6 @@ class DeviceBatch:
     num_examples: int
     num_micro_batches: int
     data_seconds: float
-    problem: str | None = None
     attention_imbalance: float | None = None
 
 
@@ -315,14 +314,12 @@ class HostRows(NamedTuple):
       example_ids: of the whole step or evaluation batch, over all hosts and loads.
       cells: int64 [2, n]: each row's micro-batch (0 for evaluation) and its index among the host's slots.
       rows: the fields of `packing.build_row`, [n, T].
-      problem: why rows are missing.
       attention_imbalance: as in DeviceBatch.
     """
 
     example_ids: np.ndarray
     cells: np.ndarray
     rows: dict[str, np.ndarray]
-    problem: str | None = None
     attention_imbalance: float | None = None
 
 
@@ -389,10 +386,7 @@ class EvaluationReads:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
         own = self.host_slots[self.host_slots < len(ids)]
-        try:
-            return _read_rows(self.source, ids, own, np.stack([np.zeros_like(own), own]), self.host_slots)
-        except UserError as error:  # raised here, it would leave the other hosts waiting in the evaluation
-            return HostRows(ids, np.zeros((2, 0), np.int64), {}, str(error))
+        return _read_rows(self.source, ids, own, np.stack([np.zeros_like(own), own]), self.host_slots)
 
 
 class _Segment(NamedTuple):
@@ -408,7 +402,7 @@ class _HostBatch(NamedTuple):
     """One batch as this host has read it.
 
     Attributes:
-      fields: this host's rows: numpy arrays, and once transferred the arrays of `RowLayout.to_devices`.
+      fields: this host's rows, the arrays of `RowLayout.to_devices`.
     """
 
     example_ids: np.ndarray
@@ -418,7 +412,7 @@ class _HostBatch(NamedTuple):
 
 
 class BatchIterator(Iterator[DeviceBatch]):
-    """Keeps one batch transferred ahead of the one that `next` returned, and two more read.
+    """Keeps one batch transferred ahead of the one that `next` returned.
 
     Reading starts with the iterator, so that it overlaps compilation.
     """
@@ -427,36 +421,32 @@ class BatchIterator(Iterator[DeviceBatch]):
         # A generator, because a list would have an entry for each step of the run.
         self._segments = (segment for segment in segments for _ in range(len(segment.reads) // segment.loads_per_batch))
         self._reader = read_ahead([segment.reads for segment in segments], worker_count)
-        self._read: collections.deque[_HostBatch | Exception] = collections.deque()
-        self._all_read = False
-        self._unread: str | None = None
         # A single thread reads and transfers in order, and overlaps the transfer with the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
         self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> DeviceBatch:
-        """The next batch. Raises what reading it raised. Where rows change hosts, all hosts must call it together."""
+        """The next batch. Where rows change hosts, all hosts must call it together.
+
+        Raises:
+          UnreadError: it cannot be read.
+        """
         if self._ahead is None:
             raise StopIteration
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None  # stays None after an error or the end
-        loaded = ahead.result()
+        try:
+            loaded = ahead.result()
+        except UserError as error:
+            raise UnreadError(error.problems) from None
         data_seconds = time.perf_counter() - started
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        (ids, imbalance, fields, segment), problem = loaded
+        ids, imbalance, fields, segment = loaded
         # Not in the thread: all hosts must begin their collective operations in the same order.
         arrays = segment.layout.hand_out(fields)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)
-
-    def first_problem(self) -> str | None:
-        """Waits for the first batches; returns why this host cannot read one of them, or None."""
-        try:
-            loaded = self._ahead and self._ahead.result()
-        except UserError as error:
-            return str(error)
-        return loaded and loaded[1]
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, imbalance)
 
     def close(self) -> None:
         """Stops threads and worker processes; from now on `next` raises StopIteration."""
@@ -470,26 +460,7 @@ class BatchIterator(Iterator[DeviceBatch]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _load(self) -> tuple[_HostBatch, str | None] | None:
-        while len(self._read) <= _BATCHES_KNOWN and not self._all_read:
-            try:
-                batch = self._next_read()
-            except Exception as error:  # noqa: BLE001 of any kind; it is raised when the batch is due
-                batch, self._all_read = error, True
-            if batch is None:
-                self._all_read = True
-            else:
-                self._read.append(batch)
-        if not self._read:
-            return None
-        batch = self._read.popleft()
-        if isinstance(batch, Exception):
-            raise batch
-        problem = next((str(later) for later in self._read if isinstance(later, UserError)), self._unread)
-        fields = batch.segment.layout.to_devices(jax.process_index(), batch.fields)
-        return batch._replace(fields=fields), problem
-
-    def _next_read(self) -> _HostBatch | None:
+    def _load(self) -> _HostBatch | None:
         segment = next(self._segments, None)
         if segment is None:
             return None
@@ -498,11 +469,10 @@ class BatchIterator(Iterator[DeviceBatch]):
         fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
         ids, imbalance = np.zeros(0, np.int64), None
         for _ in range(segment.loads_per_batch):
-            ids, (micro_batches, places), rows, problem, imbalance = next(self._reader)
-            self._unread = self._unread or problem
+            ids, (micro_batches, places), rows, imbalance = next(self._reader)
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
-        return _HostBatch(ids, imbalance, fields, segment)
+        return _HostBatch(ids, imbalance, segment.layout.to_devices(host, fields), segment)
 
 
 def _read_rows(

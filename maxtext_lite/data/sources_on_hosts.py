@@ -53,24 +53,20 @@ def open_sources_on_hosts(
     """`open_sources` on the loading hosts, whose summaries the other hosts receive. All hosts must call it.
 
     Raises:
-      UserError: on every host, if a host cannot open its data, or if hosts find different data.
+      UserError: this host cannot open its data; or, on every host, hosts find different data.
     """
-    outcome: dict[str, Any] = {}
+    summaries: list[Any] | None = None
     opened: tuple[Sequence[Opened], Sequence[ExampleSource]] | None = None
     if jax.process_index() in loading_hosts:
-        try:
-            opened = opened_sources(config, vocab_size=vocab_size)
-            pairs, held_out = opened
-            found = [None if source is None else _summary(source) for pair in pairs for source in pair]
-            outcome = {"found": [found, [_summary(source) for source in held_out]]}
-        except UserError as error:
-            outcome = {"problems": list(error.problems)}
-    outcomes = exchange(outcome)
-    problems = list(dict.fromkeys(problem for each in outcomes for problem in each.get("problems", ())))
-    if problems:
-        raise UserError(problems)
-    found = outcomes[loading_hosts[0]]["found"]
-    others = [host for host in loading_hosts if outcomes[host]["found"] != found]
+        opened = opened_sources(config, vocab_size=vocab_size)
+        pairs, held_out = opened
+        summaries = [
+            [None if source is None else _summary(source) for pair in pairs for source in pair],
+            [_summary(source) for source in held_out],
+        ]
+    of_hosts = exchange(summaries)
+    found = of_hosts[loading_hosts[0]]
+    others = [host for host in loading_hosts if of_hosts[host] != found]
     if others:
         raise UserError(
             f"dataset_path: host {others[0]} finds different data than host {loading_hosts[0]}. All hosts that read "
@@ -97,25 +93,19 @@ def excluded_rows_on_hosts(path: Path, key: str = "") -> list[ExcludedRow]:
     """`read_excluded` on the first host, for all hosts. All hosts must call it.
 
     Raises:
-      UserError: on every host, if the first cannot read it.
+      UserError: on the first host, which cannot read it.
     """
-    found: dict[str, Any] = {"rows": []}
+    rows: list[dict[str, Any]] = []
     if jax.process_index() == 0:
-        try:
-            found["rows"] = [row.model_dump() for row in read_excluded(path, key)]
-        except UserError as error:
-            found["problems"] = list(error.problems)
-    found = value_of_host(0, found)
-    if "problems" in found:
-        raise UserError(found["problems"])
-    return [ExcludedRow(**row) for row in found["rows"]]
+        rows = [row.model_dump() for row in read_excluded(path, key)]
+    return [ExcludedRow(**row) for row in value_of_host(0, rows)]
 
 
 def listed_rows_on_hosts(config: Config, source: ExampleSource) -> list[ExcludedRow]:
     """The rows that `excluded_rows` lists, of a run's source. All hosts must call it.
 
     Raises:
-      UserError: on every host, if the first cannot read the list, or the source lacks a row.
+      UserError: the first host cannot read the list; or, on every host, the source lacks a row.
     """
     path = config.excluded_rows
     if not path:

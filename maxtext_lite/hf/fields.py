@@ -1,5 +1,6 @@
 """The fields of a config.json, read one by one, and the keys that they decide."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.keys import ModelConfig, PositionTemperature, RopeScaling
+from maxtext_lite.config.types import wrong_value
 
 JsonObject = dict[str, Any]
 """An object of JSON, such as a config.json's fields by name."""
@@ -76,8 +78,6 @@ NEVER_NULL = frozenset({
 
 MOST_LAYERS = 10_000
 """The most layers of a model: a bound for what grows with them, such as `layer_types`."""
-_LARGEST = 2**31 - 1  # the bound of every other size
-_TOO_LARGE = f"must be below 2**31. Nearest that works: {_LARGEST}."
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -150,11 +150,10 @@ class Fields:
         value = self.need(name) if default is None else self.take(name, default)
         if is_whole(value, least):
             return value
-        large = isinstance(value, int) and value > _LARGEST
-        self.refuse(name, value, _TOO_LARGE if large else f"is not an integer of at least {least}.")
+        self.refuse(name, value, f"is not an integer of at least {least}.")
         return least
 
-    def size(self, name: str, default: int, *, most: int = _LARGEST) -> int:
+    def size(self, name: str, default: int, *, most: float = math.inf) -> int:
         """The value of a field that another part reads and checks; `default` if it is wrong or missing."""
         value = self._all.get(name)
         return value if is_whole(value, 1, most) else default
@@ -199,12 +198,10 @@ class Fields:
         A field with a problem already is not named again.
         """
         known = {problem.partition("=")[0].partition(" ")[0] for problem in self.problems}
-        for key, name in self.names.items():
-            value, most = keys[key], MOST_LAYERS if key == "base_num_decoder_layers" else _LARGEST
-            if isinstance(value, int) and value > most and name not in known:
-                rule = f"is more than {most:,}. Nearest that works: {most}." if most < _LARGEST else _TOO_LARGE
-                self.refuse(name, value, rule)
-                known.add(name)
+        layers, name = keys["base_num_decoder_layers"], self.names.get("base_num_decoder_layers")
+        if name and name not in known and isinstance(layers, int) and layers > MOST_LAYERS:
+            self.refuse(name, layers, f"is more than {MOST_LAYERS:,}. Nearest that works: {MOST_LAYERS}.")
+            known.add(name)
         try:
             ModelConfig.model_validate(dict(keys))
         except ValidationError as error:
@@ -212,7 +209,7 @@ class Fields:
                 key = str(detail["loc"][0])
                 name = self.names.get(key, "")  # a key without a field of its own follows from others
                 if name and name not in known:
-                    self.refuse(name, detail["input"], detail["msg"].removeprefix("Value error, "))
+                    self.problems.append(str(wrong_value(ModelConfig, detail, name)))
 
     def check_stored(self, architecture: str) -> None:
         """Reads the fields about the files: the weights' number format, and code that comes with them.
@@ -255,7 +252,7 @@ def without_experts(keys: Keys) -> Keys:
     return {**keys, "num_experts": 1, **{key: DEFAULTS[key] for key in _OF_EXPERTS}}
 
 
-def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:
+def is_whole(value: object, least: int, most: float = math.inf) -> TypeGuard[int]:
     """Whether a value is an integer, not true or false, in this range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 

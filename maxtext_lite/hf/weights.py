@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fields, text_tensor
 from maxtext_lite.hf.dequantized import open_directory
@@ -34,7 +34,7 @@ from maxtext_lite.hf.safetensors import (
     is_finite,
     write_safetensors,
 )
-from maxtext_lite.parallel import Params, exchange, on_first_host, sharding
+from maxtext_lite.parallel import Params, on_first_host, sharding
 
 _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
 
@@ -44,7 +44,7 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
 
     No parameter is ever whole on the host, unless a device has it whole: a device's part of a stack of layers is
     allocated, filled from views of the files and handed over before the next one. All hosts call this. Each checks what
-    it reads, and what one of them refuses, all refuse.
+    it reads.
 
     Args:
       abstract_params: shapes, dtypes and shardings of the decoder's parameters.
@@ -53,19 +53,7 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
       UserError: tensors are missing, unknown, of another shape, in a format that is not read, or contain NaN or an
         infinity; names them.
     """
-    problems: tuple[str, ...] = ()
-    params: Params = {}
-    try:
-        params = _load(Path(path), abstract_params, f"{key}={path}")
-    except UserError as error:
-        problems = error.problems
-    everyones = list(dict.fromkeys(problem for host in exchange(list(problems)) for problem in host))
-    if everyones:
-        raise UserError(everyones)
-    return params
-
-
-def _load(root: Path, abstract_params: Params, where: str) -> Params:
+    root, where = Path(path), f"{key}={path}"
     has_hf_weights(root)
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
@@ -268,7 +256,7 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
     """Writes a directory with a model's tensors and its config.json, which gets these fields. All hosts call it.
 
     Raises:
-      UserError: it cannot be written; on all hosts.
+      WriteError: it cannot be written.
     """
     keys, file = model_keys(fields, "config.json"), directory / "config.json"
     on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -289,7 +277,7 @@ def export_parameters(
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: the size at which another file begins.
     Raises:
-      UserError: they cannot be written; on all hosts.
+      WriteError: they cannot be written.
     """
     leaves, model, table = flat(params), model_of(keys), table_of(kind)
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
@@ -298,27 +286,12 @@ def export_parameters(
     for name, value in table.constants.items():
         for layer in range(model.num_layers):
             tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
-    num_made, failure = 0, None
-
-    def made(tensor: Tensor) -> np.ndarray:
-        nonlocal num_made
-        num_made += 1
-        return tensor.make()
-
     if jax.process_index() == 0:
-        counted = [tensor._replace(make=functools.partial(made, tensor)) for tensor in tensors]
-        try:
-            write_safetensors(directory, counted, file_bytes=file_bytes)
-        except Exception as error:  # noqa: BLE001  (raised below)
-            failure = error
-    for tensor in tensors[num_made:]:  # all hosts gather each layer: also the first one, when it can no longer write
-        tensor.make()
-
-    def finish() -> None:
-        if failure is not None:
-            raise failure
-
-    on_first_host(directory, finish)
+        with writing(directory):
+            write_safetensors(directory, tensors, file_bytes=file_bytes)
+    else:
+        for tensor in tensors:  # all hosts gather each layer
+            tensor.make()
 
 
 def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import PhaseClock, phases
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.operations.goodput_records import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -30,8 +31,8 @@ class GoodputHook(Hook):
         self._has_started = False
 
     def opened(self, run: TrainingRun[Any]) -> None:
-        directory = run.files.directory
-        self._goodput = run.failures.on_first_host(directory, lambda: Goodput(directory, run.failures))
+        if run.is_first:
+            self._goodput = Goodput(run.files.directory)
 
     def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
         if self._goodput:
@@ -50,7 +51,8 @@ class GoodputHook(Hook):
 
     def close(self) -> None:
         if self._goodput and self._has_started:
-            self._goodput.write()
+            with contextlib.suppress(UserError):  # after the last step it has been written
+                self._goodput.write()
 
 
 class Goodput:
@@ -60,8 +62,8 @@ class Goodput:
       directory: of goodput.json.
     """
 
-    def __init__(self, directory: Path, failures: Failures, clock: PhaseClock = phases):
-        self._path, self._failures, self._clock = directory / FILE, failures, clock
+    def __init__(self, directory: Path, clock: PhaseClock = phases):
+        self._path, self._clock = directory / FILE, clock
         found: object = None
         self._content = self._read()
         with contextlib.suppress(ValueError, RecursionError):
@@ -93,7 +95,7 @@ class Goodput:
     def write(self) -> None:
         """Writes all starts, with this one up to now, unless another run has taken over the directory and the file."""
         self._written = time.monotonic()
-        with self._failures.of_writing(self._path):
+        with writing(self._path):
             if self._read() not in (None, self._content):
                 return
             text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)

@@ -36,7 +36,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import file_system, is_bucket, storage_errors
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.phases import phases
-from maxtext_lite.training.failures import Failures
+from maxtext_lite.parallel import value_of_host
 from maxtext_lite.training.starting_over import LEASE
 
 _MOST_BYTES = 10_000
@@ -239,13 +239,15 @@ class Lease:
     """The hold of one process on a run directory, or its attempts to get it.
 
     Args:
-      failures: collects the error that another process took over the lease.
       renewal_seconds: seconds between renewals, for every holder.
+    Attributes:
+      error: of a renewal in the background that found the lease lost.
     """
 
-    def __init__(self, run_directory: Path, failures: Failures, *, renewal_seconds: float = RENEWAL_SECONDS):
+    def __init__(self, run_directory: Path, *, renewal_seconds: float = RENEWAL_SECONDS):
         self._run_directory, self._directory = run_directory, run_directory / LEASE
-        self._failures, self._renewal_seconds = failures, renewal_seconds
+        self._renewal_seconds = renewal_seconds
+        self.error: UserError | None = None
         self._patience = renewal_seconds * MISSED_RENEWALS
         self._files = lease_files(self._directory)
         self._seen: dict[str, tuple[LeaseFile, float]] = {}  # of other machines, and since when unchanged
@@ -287,8 +289,12 @@ class Lease:
         self._thread.start()
         return None
 
-    def check(self) -> bool:
-        """Renews the lease and returns whether it is still ours; if not, `failures` gets the error."""
+    def check(self) -> None:
+        """Renews the lease.
+
+        Raises:
+          UserError: another process has it, or its file is gone.
+        """
         assert self._name is not None, "check() of a lease that is not held"
         try:
             ours = self._files.read(self._name) == self._text
@@ -301,11 +307,10 @@ class Lease:
             with contextlib.suppress(OSError):  # their directory is gone as well
                 holders = [Holder.from_json(found.text) for found in self._found() if found.name != self._name]
             taken = f"was taken over by {holders[0]}" if holders and holders[0] else "is gone"
-            self._failures.add(
+            raise UserError(
                 f"the lease of {self._run_directory} {taken}: this process did not renew it for a while, as when it "
                 "was suspended, or its file was removed. It stops here and writes nothing more."
             )
-        return ours
 
     def release(self) -> None:
         """Releases the directory to the next run."""
@@ -320,7 +325,10 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._renewal_seconds):
-            if not self.check():
+            try:
+                self.check()
+            except UserError as error:
+                self.error = error
                 return
 
     def _says(self, name: str, text: bytes) -> bool:
@@ -358,23 +366,19 @@ class Lease:
         )
 
 
-def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) -> Lease | None:
+def hold(run_directory: Path, say: Callable[[str], None]) -> Lease | None:
     """The lease of a run directory, on the first host; None on the others. Makes the directory. All hosts call it.
 
     Waits while the holder is on another machine and may be dead, until that is certain.
 
     Raises:
-      UserError: on all hosts, if another run has the directory.
+      UserError: on the first host, if another run has the directory.
     """
-    lease = Lease(run_directory, failures) if jax.process_index() == 0 else None
+    lease = Lease(run_directory) if jax.process_index() == 0 else None
     said = ""
     while True:
-        waits = None
-        try:
-            waits = lease.attempt() if lease else None
-        except UserError as error:
-            failures.add(" ".join(error.problems))
-        if not failures.raise_together(waits is not None):
+        waits: str | None = value_of_host(0, lease.attempt() if lease else None)
+        if waits is None:
             return lease
         if waits and not said:
             say(waits)

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
+from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.errors import WriteError
 from maxtext_lite.config.keys import TracedSteps
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -34,9 +35,7 @@ class ProfileHook(Hook):
     def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
         if run.is_first:
             demands = None if is_bucket(run.directory) else run.directory
-            self._profile = Profile(
-                run.files.directory, TracedSteps.of(run.config.profiler_steps), run.failures, demands
-            )
+            self._profile = Profile(run.files.directory, TracedSteps.of(run.config.profiler_steps), demands)
         self._before = counts.step
 
     def before_step(self, step: int) -> None:
@@ -44,11 +43,12 @@ class ProfileHook(Hook):
             self._profile.before_step(step, step - self._before)
 
     def after_last_step(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._profile:
             self._profile.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(UserError):  # after the last step no trace is left
+            self.after_last_step()
 
 
 class Profile:
@@ -57,12 +57,11 @@ class Profile:
     Args:
       directory: of the run; traces are written into `tensorboard` there.
       asked: the steps of `profiler_steps`.
-      failures: collects a trace that cannot be written.
       demands: the directory in which a file `profile` asks for a trace, of the number of steps in it or 3; None: none.
     """
 
-    def __init__(self, directory: Path, asked: TracedSteps, failures: Failures, demands: Path | None):
-        self._directory, self._asked, self._failures = directory / "tensorboard", asked, failures
+    def __init__(self, directory: Path, asked: TracedSteps, demands: Path | None):
+        self._directory, self._asked = directory / "tensorboard", asked
         self._demand = None if demands is None else demands / ON_DEMAND
         self._last: int | None = None  # the last step of the current trace
         self._looked = 0.0
@@ -78,7 +77,11 @@ class Profile:
                 jax.profiler.start_trace(str(self._directory))
 
     def close(self) -> None:
-        """Ends the current trace, if there is one, and writes it."""
+        """Ends the current trace, if there is one, and writes it.
+
+        Raises:
+          WriteError: it cannot be written.
+        """
         if self._last is not None:
             self._last = None
             try:
@@ -86,7 +89,7 @@ class Profile:
             except jax.errors.JaxRuntimeError as error:  # XLA writes the file
                 if str(self._directory) not in str(error):
                     raise
-                self._failures.add_unwritten(f"{self._directory} cannot be written: {error}.")
+                raise WriteError(f"{self._directory} cannot be written: {error}.") from None
 
     def _demanded(self, step: int) -> int | None:
         """The last step of a trace demanded since the last look, at most one look per second; None without a demand."""

@@ -12,6 +12,10 @@ FACTOR = 4
 """A phase hangs after this many times its longest duration so far, or this many least limits if it is the first."""
 
 ENDS_WELL = (0, 75)
+
+OWN_WORDS_SECONDS = 2.0
+"""Time that a process has, after another has failed, to report the same failure itself."""
+
 _MOST_NAMED = 8
 
 
@@ -24,7 +28,7 @@ class Stamp(NamedTuple):
       seconds: since the phase began or last advanced; in the phases of COMPUTES without those spent computing.
       limit: of `seconds`.
       beat: a count that grows while the process runs.
-      code: the exit code, once it has ended.
+      code, reason: the exit code and the error message, once it has ended.
     """
 
     host: str
@@ -35,6 +39,7 @@ class Stamp(NamedTuple):
     limit: float
     beat: int
     code: int = 0
+    reason: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -54,7 +59,7 @@ class Stamp(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The reason why a stuck run ends, the same on all its processes.
+    """The reason why all processes of a run end.
 
     Attributes:
       text: the message without `error: `.
@@ -89,12 +94,12 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
 
     Args:
       silent_after: seconds without a stamp after which a process counts as stopped or dead.
-      grace: seconds in which the other processes may fail in the same way as the first.
+      grace: seconds without a stamp after which a process that holds up the others counts as stopped or dead.
     """
     if silent := _silent(seen, silent_after):
         return Verdict(silent)
     for i, (stamp, seconds) in seen.items():
-        if stamp and stamp.has_failed and seconds > grace:
+        if stamp and stamp.has_failed and stamp.seconds + seconds > OWN_WORDS_SECONDS:
             return _failure(i, stamp)
     if any(stamp is None for stamp, _ in seen.values()):
         return None  # one has not joined yet
@@ -120,7 +125,8 @@ def coordinator_lost(stamp: Stamp | None) -> Verdict:
 
 
 def _failure(process: int, stamp: Stamp) -> Verdict:
-    return Verdict(f"{_name(process, stamp)} has failed with exit code {stamp.code}", stamp.code)
+    reason = f": {stamp.reason}" if stamp.reason else ""
+    return Verdict(f"{_name(process, stamp)} has failed with exit code {stamp.code}{reason}", stamp.code)
 
 
 def _silent(seen: Mapping[int, Seen], after: float) -> str:

@@ -11,6 +11,7 @@ from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.data.mixture import Mixture, in_run
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
+from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import Hook, LossSpike, Restart
@@ -122,7 +123,7 @@ def leave_out_guilty(
         write_whole(path, excluded_text([*run.recorded, *found]))
         run.files.upload()
 
-    run.failures.on_first_host(path, write)
+    on_first_host(path, write)
     named = [f"{row.source} {row.row:,} (loss {row.loss:.4g})".strip() for row in guilty.rows[:_MOST_NAMED]]
     more = ", ..." if len(found) > _MOST_NAMED else ""
     say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.config.errors import bytes_text, writing
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.hooks import Hook
@@ -28,16 +28,14 @@ class MemoryHook(Hook):
         self._run = run
         memory = run.plan.memory
         self._planned = memory.total if memory.is_known else None
-
-        def write() -> None:
-            self._write()
-            run.files.upload()
-
-        run.failures.on_first_host(run.directory, write)
+        self._write()
+        if run.is_first:
+            with writing(run.directory):
+                run.files.upload()
 
     def after_compile(self, num_bytes: int) -> str:
         self.compiled = num_bytes
-        self._rewrite()
+        self._write()
         error = self._error_to(num_bytes)
         if error is None or self._planned is None:
             return ""
@@ -48,14 +46,11 @@ class MemoryHook(Hook):
         peak = record.get("peak_memory_bytes")
         if peak is not None and self.measured is None:
             self.measured = peak
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        if self._run.is_first:
-            with self._run.failures.of_writing(self._run.directory):
-                self._write()
+            self._write()
 
     def _write(self) -> None:
+        if not self._run.is_first:
+            return
         found: dict[str, Any] = {"planned_bytes": self._planned, "limit_bytes": self._run.plan.memory.limit}
         for name, size in (("compiled", self.compiled), ("measured", self.measured)):
             found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": self._error_to(size)}

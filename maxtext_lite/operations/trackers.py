@@ -24,7 +24,6 @@ from maxtext_lite.config.records import as_object
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -42,14 +41,13 @@ class TrackersHook(Hook):
         self._trackers: list[Tracker] = []
 
     def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        if not run.is_first:
+            return
         directory = run.files.directory
         after_step = counts.step or -1  # an evaluation before the first step has step 0
-
-        def open_them() -> list[Tracker]:
+        with writing(run.directory):
             about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
-            return open_trackers(run.config, directory, after_step, run.failures, about, say)
-
-        self._trackers = run.failures.on_first_host(run.directory, open_them) or []
+            self._trackers = open_trackers(run.config, directory, after_step, about, say)
 
     def written(self, record: Record) -> None:
         for tracker in self._trackers:
@@ -61,7 +59,8 @@ class TrackersHook(Hook):
 
     def close(self) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            with contextlib.suppress(UserError):  # after the last step it has been flushed
+                tracker.close()
 
 
 class Tracker(ABC):
@@ -82,7 +81,6 @@ def open_trackers(
     config: Config,
     directory: Path,
     after_step: int,
-    failures: Failures,
     about: Mapping[str, str],
     say: Callable[[str], None],
 ) -> list[Tracker]:
@@ -91,7 +89,6 @@ def open_trackers(
     Args:
       directory: the run directory, or the local one in which its files are written first.
       after_step: the step from which the run resumes.
-      failures: collects what cannot be written there.
       about: texts about the run by name: its config and its plan.
       say: takes a warning when a service stops answering; the run continues without it.
     Raises:
@@ -102,7 +99,7 @@ def open_trackers(
     with contextlib.ExitStack() as closing:
         for name in listed(config.log_to):
             if name == "tensorboard":
-                opened.append(TensorBoard(directory / name, max(after_step + 1, 0), failures, about))
+                opened.append(TensorBoard(directory / name, max(after_step + 1, 0), about))
             else:
                 with _refused(f"log_to={name}"):
                     opened.append(services[name](importlib.import_module(name), config, directory, say))
@@ -132,12 +129,12 @@ class TensorBoard(Tracker):
       about: texts by name.
     """
 
-    def __init__(self, directory: Path, purge_step: int, failures: Failures, about: Mapping[str, str]):
+    def __init__(self, directory: Path, purge_step: int, about: Mapping[str, str]):
         with _without(_NOT_NEEDED):
             from tensorboardX import event_file_writer
             from tensorboardX.proto import event_pb2
 
-        self._directory, self._failures = directory, failures
+        self._directory = directory
         events: Any = event_pb2
         self._event: Callable[..., Any] = events.Event
         directory.mkdir(exist_ok=True)
@@ -160,19 +157,17 @@ class TensorBoard(Tracker):
     def flush(self) -> None:
         """Writes what is still in memory."""
         self._flushed = time.monotonic()
-        if not self._failures.found:
-            with self._failures.of_writing(self._directory):
-                self._file.flush()
+        with writing(self._directory):
+            self._file.flush()
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        with self._failures.of_writing(self._directory):
+        with writing(self._directory):
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        if not self._failures.found:
-            with self._failures.of_writing(self._directory):
-                self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
+        with writing(self._directory):
+            self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
 
 
 class Service(Tracker):

@@ -1,4 +1,4 @@
-"""A thread that ends a stuck run, with the stacks of every process and the names of those behind.
+"""A thread that ends this process when the run is stuck, or when another process of it has failed.
 
 Processes publish their progress in a shared store; a lone process watches itself. Nothing here waits for the main
 thread, which may hang anywhere, and no save is attempted.
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from maxtext_lite.config.phases import Observer, Phase
+from maxtext_lite.config.phases import EXIT_HANGS, Observer, Phase
+from maxtext_lite.console import complain
 from maxtext_lite.operations.progress import (
     COMPUTES,
     ENDS_WELL,
@@ -33,6 +34,8 @@ PROCESSES_PER_BEAT = 100
 
 GRACE_SECONDS = 10.0
 """Time that a process looks for the lost one after a failed collective, and process 0 waits for the others to end."""
+
+_MOST_SAID = 500  # letters of another process's error message
 
 _VERDICT = "verdict"
 _BUSY = 0.1  # of a core: the least use of a process that computes
@@ -81,6 +84,7 @@ class Watchdog(Observer):
         self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = self._longest_here = 0.0
         self._phase: Phase = "start-up"
         self._step = self._position = self._beat = self._code = 0
+        self._reason = ""
         self._store: Store | None = None
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
         self._answered = 0.0
@@ -160,13 +164,15 @@ class Watchdog(Observer):
             self._store = store
             threading.Thread(target=self._tell, args=(store,), name="stamps", daemon=True).start()
 
-    def finish(self, code: int) -> None:
-        """Reports the end of this process; if `code` is a failure, the others end as well."""
-        self._code = code
+    def finish(self, code: int, reason: str) -> None:
+        """Reports the end of this process; if `code` is a failure, the others end with it and repeat the reason."""
+        self._code, self._reason = code, reason[:_MOST_SAID]
         if self.is_on:
             self.enter("end")
-            self.wait_for_the_others(max(GRACE_SECONDS, self._stale) if code in ENDS_WELL else 2 * self._period)
+            self.wait_for_the_others(max(GRACE_SECONDS, self._stale))
             self._has_left = True  # jax closes its client next
+            if self._store and code not in ENDS_WELL:
+                self._exit(code)  # jax would wait for the others, which end now, and abort with a stack trace
 
     def wait_for_the_others(self, seconds: float) -> None:
         """Waits until the others know that this process ends; process 0 waits until all end, as it serves the store."""
@@ -187,7 +193,7 @@ class Watchdog(Observer):
         limit = limit_of(self._longest.get(self._phase), max(self._least, self._stale))
         where = self._host, self._phase, self._step, self._position
         most = limit + self._allowed.get(self._phase, 0.0)
-        return Stamp(*where, round(seconds, 1), round(most, 1), self._beat, self._code)
+        return Stamp(*where, round(seconds, 1), round(most, 1), self._beat, self._code, self._reason)
 
     def tick(self) -> None:
         """Advances time. Time in which the whole process was suspended or starved does not count."""
@@ -238,23 +244,29 @@ class Watchdog(Observer):
             self.end(self._verdict or coordinator_lost(self._seen[0][0]))
 
     def end(self, verdict: Verdict) -> None:
-        """Prints the reason and the stacks of all threads, and ends the process once the others know."""
+        """Prints the reason, of a stuck run also the stacks of all threads, and ends once the others know."""
         with self._ending:
             backstop = threading.Timer(_LAST_SECONDS, self._exit, (verdict.code,))
             backstop.daemon = True
             backstop.start()
             self._verdict = self._verdict or verdict
             self._wake.set()
-            me = self._store.process if self._store else 0
-            about = f"process {me} on {self._host} in {self.stamp().where}{self._crash}"
-            text = f"error: {verdict.text}. Exit code {verdict.code}. Stacks of {about}:\n"
-            with contextlib.suppress(OSError):  # stderr has no reader
-                _write_stacks(2, text)
-            if self._directory:
-                with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
-                    _write_stacks(file.fileno(), text)
+            if verdict.code == EXIT_HANGS:
+                self._report_stacks(verdict.text)
+            else:
+                complain(f"error: {verdict.text}")
             self.wait_for_the_others(max(GRACE_SECONDS, self._stale))
             self._exit(verdict.code)
+
+    def _report_stacks(self, why: str) -> None:
+        me = self._store.process if self._store else 0
+        about = f"process {me} on {self._host} in {self.stamp().where}{self._crash}"
+        text = f"error: {why}. Exit code {EXIT_HANGS}. Stacks of {about}:\n"
+        with contextlib.suppress(OSError):  # stderr has no reader
+            _write_stacks(2, text)
+        if self._directory:
+            with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
+                _write_stacks(file.fileno(), text)
 
     @property
     def _period(self) -> float:

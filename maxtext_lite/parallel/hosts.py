@@ -490,8 +490,9 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
         for observer in observers:
             observer.failed(error)
     end_soon(code)
+    first_line = str(error).partition("\n")[0]
     for observer in observers:
-        observer.finish(code)
+        observer.finish(code, f"{kind.__name__}: {first_line}")
 
 
 def _give_up(found: ProcessInfo, seconds: float) -> None:
@@ -513,7 +514,7 @@ def exchange(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    phases.arrive()
+    phases.advance()
     text = json.dumps(value).encode()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = [each.tobytes() for each in np.asarray(multihost_utils.process_allgather(digest))]
@@ -533,26 +534,18 @@ def value_of_host(host: int, value: Any) -> Any:
 def on_first_host(path: str | Path, work: Callable[[], Result]) -> Result:
     """The result of `work()` on the first host, on every host; it is JSON. All hosts must call it, in the same order.
 
+    The others wait until the work is done. If it fails, the first host raises the error, and its end ends them.
+
     Args:
       path: what `work` writes.
     Raises:
-      UserError: on all hosts, if the first one raises an exception; that host raises the exception, or a UserError in
-        place of an OSError.
+      WriteError: in place of an OSError.
     """
-    result, problems, failure = None, None, None
+    result: Any = None
     if jax.process_index() == 0:
-        try:
-            with writing(path):
-                result = work()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this host)
-            failure = error
-            problems = error.problems if isinstance(error, UserError) else [f"Host 0 failed: {error!r}."]
-    result, problems = value_of_host(0, [result, problems])
-    if failure is not None:
-        raise failure
-    if problems is not None:
-        raise UserError(problems)
-    return result
+        with writing(path):
+            result = work()
+    return value_of_host(0, result)
 
 
 def bytes_of_host(host: int, data: bytes) -> bytes:
@@ -562,7 +555,7 @@ def bytes_of_host(host: int, data: bytes) -> bytes:
     """
     if jax.process_count() == 1:
         return data
-    phases.arrive()
+    phases.advance()
     is_source = jax.process_index() == host
     message = len(data).to_bytes(8, "big") + data if is_source else b""
     found = _piece_of_host(message[:_FIRST_BYTES], _FIRST_BYTES, is_source)

@@ -12,7 +12,7 @@ from maxtext_lite.batching.parameters import BYTES, count_parameters, elements_o
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, number_text
-from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
+from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
 from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.post_training.keys import RLRunConfig
@@ -272,7 +272,7 @@ def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Violation:
         key,
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         "whole number.",
-        (multiples(key, Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
+        (*multiples_around(Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
         rule=f"{key} is whole",
     )
 
@@ -290,7 +290,7 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     elif slots % shards:
         key = "rollout_slots"
         message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
-        return [Violation(key, message, (multiples(key, shards, slots), -1))]
+        return [Violation(key, message, (*multiples_around(shards, slots), -1))]
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -310,11 +310,13 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
     split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
     works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    other = {"tensor": fsdp, "fsdp": tensor}
+    legal = {axis: [size for size in works[axis] if devices % (size * other[axis]) == 0] for axis in split}
     broken = [
         Violation(
             key,
             f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
-            (one_of(key, works[axis], value),),
+            tuple(around(legal[axis] or works[axis], value)),
         )
         for key, axis in stated.items()
         if (value := getattr(config, key)) not in works[axis]
@@ -325,5 +327,5 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
         f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
         "generating devices."
     )
-    near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
-    return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]
+    near = [{"rollout_tensor_parallelism": size} for size in around(legal["tensor"], tensor)]
+    return [Violation("rollout_fsdp_parallelism", message, tuple(near), rule="rollout mesh")]

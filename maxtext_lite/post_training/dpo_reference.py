@@ -17,7 +17,7 @@ import numpy as np
 from jax.stages import Wrapped
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.data import ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import evaluation_batches
@@ -53,7 +53,9 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
         eval_step = make_eval_step(run.parts)
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters are the identity
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
-        run.failures.on_first_host(run.directory / FILE, lambda: _write(run.files.directory / FILE, tables))
+        if run.is_first:
+            with writing(run.directory / FILE):
+                _write(run.files.directory / FILE, tables)
         terminal.say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"

@@ -33,7 +33,7 @@ class HeldOutResponses:
     def __init__(self, rl: RLRun, say: Callable[[str], None]):
         self._rl, self._say = rl, say
 
-    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[dict[str, float | int], str]:
+    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[dict[str, float | int], str] | None:
         """See `loop.Evaluation`."""
         rl, each = self._rl, self._rl.config.eval_num_generations
         pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
@@ -41,7 +41,8 @@ class HeldOutResponses:
         phases.advance()
         scores, tokens = list[Scores](), list[int]()
         for first in range(0, len(pairs), per_chunk):
-            between()
+            if stops():
+                return None
             prompts, requests = zip(*pairs[first : first + per_chunk], strict=True)
             sampled = rl.sample(prompts, requests, rl.eval_sampling)
             scores.append(shared(rl.judge(sampled, 1)))

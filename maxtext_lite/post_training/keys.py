@@ -32,7 +32,7 @@ from maxtext_lite.config.types import (
     Temperature,
     Text,
 )
-from maxtext_lite.config.violation import Violation, divisors, one_of, unused, violates
+from maxtext_lite.config.violation import Violation, around, divisors, unused, violates
 
 RL_DATASETS = ("prompts", "arithmetic")
 """The values of dataset_type that are for reinforcement learning, and only for it."""
@@ -181,12 +181,12 @@ def _micro_batch(config: RLRunConfig) -> Violation | None:
     whole = prompts * group
     if pairs == -1 or (pairs % group == 0 and whole % pairs == 0):
         return None
-    legal = one_of(key, [group * count for count in divisors(prompts)], pairs)
+    legal = around([group * count for count in divisors(prompts)], pairs)
     if pairs % group:
         rule = f"is not a multiple of num_generations={group}: a group of responses is judged together"
-        return violates(config, key, rule, legal)
+        return violates(config, key, rule, *legal)
     rule = f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
-    return violates(config, key, rule, legal)
+    return violates(config, key, rule, *legal)
 
 
 def _lengths(config: RLRunConfig) -> Violation | None:

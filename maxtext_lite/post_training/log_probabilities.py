@@ -95,7 +95,7 @@ class Reference:
         elif step == 0:
             plain = state.params
             if run.checkpointer:
-                save_parameters(where, plain, run.failures)
+                save_parameters(where, plain)
         elif (where / "checkpoints").is_dir():
             plain = load_parameters(where, run.abstract_state.plain_params, "run_name")
         else:

@@ -6,29 +6,26 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import batch_sizes, make_plan
+from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import exchange, on_first_host, value_of_host
+from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.post_training.batch import RLBatch
 from maxtext_lite.post_training.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation
 from maxtext_lite.post_training.pairs import Sampled
 from maxtext_lite.post_training.policy import Policy
 from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
-from maxtext_lite.post_training.rewards import Completion, RewardError, Rewards, Scores, longest_seconds
+from maxtext_lite.post_training.rewards import Completion, Rewards, Scores, longest_seconds
 from maxtext_lite.post_training.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
-
-Verdict = Scores | RewardError | None
-"""The first host's scores, or why there are none; None on the other hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +76,12 @@ class RLRun:
         texts = [self.text_of(prompt, response, skip_special_tokens=skips) for prompt, response in pairs]
         return Sampled(prompts, responses, texts)
 
-    def judge(self, sampled: Sampled, unit: int) -> Verdict:
-        """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
+    def judge(self, sampled: Sampled, unit: int) -> Scores | None:
+        """The scores of sampled pairs, on the first host; any thread may call it. For `unit` see `Rewards.of`.
+
+        Raises:
+          RewardError: a reward failed, with reward_error=stop.
+        """
         if self.rewards is None:
             return None
         all_of = zip(sampled.prompts, sampled.texts, sampled.responses, strict=True)
@@ -88,10 +89,7 @@ class RLRun:
             Completion(text, self.text_of(prompt, response, skip_special_tokens=False), response.token_ids)
             for prompt, text, response in all_of
         ]
-        try:
-            return self.rewards.of(sampled.prompts, completions, unit)
-        except RewardError as error:
-            return error
+        return self.rewards.of(sampled.prompts, completions, unit)
 
     def close(self) -> None:
         """Closes the sampler and the judge."""
@@ -105,18 +103,9 @@ def waiting_seconds(config: RLRunConfig) -> float:
     return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
 
 
-def shared(verdict: Verdict) -> Scores:
-    """The first host's scores on all hosts, as functions need not be deterministic. All hosts call it.
-
-    Raises:
-      RewardError: the first host's.
-    """
-    problems = list(verdict.problems) if isinstance(verdict, RewardError) else None
-    scores = verdict.to_json() if isinstance(verdict, Scores) else None
-    problems, scores = value_of_host(0, [problems, scores])  # JSON holds doubles as they are
-    if problems:
-        raise RewardError(problems)
-    return Scores.from_json(scores)
+def shared(scores: Scores | None) -> Scores:
+    """The first host's scores on all hosts, as functions need not be deterministic. All hosts call it."""
+    return Scores.from_json(value_of_host(0, scores and scores.to_json()))  # JSON holds doubles as they are
 
 
 def open_rl_run(config: RLRunConfig) -> RLRun:
@@ -127,7 +116,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     """
     devices = start_run(config)
     machine = machine_of(devices)
-    batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
+    plan_batch(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size)
@@ -140,13 +129,9 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     assert isinstance(batch, RLBatch), "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
     rewards: Rewards | None = None
-
-    def start_rewards() -> None:
-        nonlocal rewards
+    if jax.process_index() == 0:
         names = [name for each in prompts if each is not None for name in each.field_names]
         rewards = Rewards(config, tuple(dict.fromkeys(names)))
-
-    on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
     try:
         policy = policy_of(config, batch)
         # Before the run makes its directory, so that a refused sampler leaves none.

@@ -21,7 +21,7 @@ from maxtext_lite.post_training.log_probabilities import Reference, make_log_pro
 from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.post_training.rewards import RewardError, Scores
-from maxtext_lite.post_training.rl_run import RLRun, Verdict, open_rl_run, shared, waiting_seconds
+from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
 from maxtext_lite.post_training.rollout import Request
 from maxtext_lite.post_training.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
@@ -42,7 +42,7 @@ _LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of te
 _EQUAL_BATCHES = 10  # in a row; a policy that learns has such a batch now and then
 
 Result = TypeVar("Result")
-Judged = tuple[Sampled, Verdict]
+Judged = tuple[Sampled, Scores | None]
 
 
 @status_line.shown()
@@ -109,9 +109,7 @@ class RolloutSteps:
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         # An evaluation before the first step has step 0.
         self._rollouts, self._timeline = (
-            run.open_log(
-                functools.partial(JsonLines, run.files.directory / name, counts.step or -1, run.failures), self._say
-            )
+            run.open_log(functools.partial(JsonLines, run.files.directory / name, counts.step or -1), self._say)
             for name in ("rollouts.jsonl", "timeline.jsonl")
         )
 
@@ -253,8 +251,8 @@ class RolloutSteps:
             with timeline.phase("reward", chunk):
                 return sampled, rl.judge(sampled, config.num_generations)
 
-        for sampled, verdict in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
-            scores = shared(verdict)
+        for sampled, found in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
+            scores = shared(found)
             for message in scores.messages:
                 self._say(f"reward: {message}")
             yield Chunk.judged(

@@ -18,8 +18,7 @@ from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.mixture import MIXTURE
-from maxtext_lite.parallel import Params, Tree, value_of_host
-from maxtext_lite.training.failures import Failures
+from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_files import (
@@ -315,9 +314,8 @@ class Checkpointer(CheckpointReader):
     All hosts call its methods, except `close`.
 
     Args:
-      failures: collects write errors.
       say: takes messages about checkpoints, some from a background thread; called on the first host.
-      holds, before: see `Saver`.
+      before: as of `Saver`.
     """
 
     def __init__(
@@ -325,17 +323,14 @@ class Checkpointer(CheckpointReader):
         run_directory: Path,
         config: RunConfig,
         fingerprint: dict[str, Any],
-        failures: Failures | None = None,
         say: Callable[[str], None] = print,
-        holds: Callable[[], bool] = lambda: True,
         before: Callable[[], None] = lambda: None,
     ):
         super().__init__(run_directory, fingerprint)
         self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
-        self._failures = Failures() if failures is None else failures
         self._say = say if jax.process_index() == 0 else lambda _: None
-        self._failures.on_first_host(self._directory, self._prepare)
-        self._saver = Saver(self._failures, holds, before)
+        on_first_host(self._directory, self._prepare)
+        self._saver = Saver(before)
         self._newest = self._find_newest()
 
     def save(self, state: TrainState, counts: Counts, unfinished: Tree = None) -> None:
@@ -346,7 +341,7 @@ class Checkpointer(CheckpointReader):
         Args:
           unfinished: a tree of arrays, the batch that further steps will train on; None: there is none.
         Raises:
-          UserError: this or an earlier save could not be written.
+          WriteError: this or an earlier save could not be written.
         """
         if self._newest == counts.step:
             return
@@ -404,17 +399,22 @@ class Checkpointer(CheckpointReader):
                 about = read_about(path)
                 if suits(_counts(about), about["mixtures"]):
                     later = [self._directory / str(each) for each in steps if each > step]
-                    self._failures.on_first_host(self._directory, lambda later=later: [*map(remove, later)])
-                    self._newest = self._failures.newest = step
+                    on_first_host(self._directory, lambda later=later: [*map(remove, later)])
+                    self._newest = step
                 return
 
     def wait(self) -> None:
         """Returns once every saved checkpoint counts.
 
         Raises:
-          UserError: one could not be written, or another file of the run; on all hosts.
+          WriteError: this host could not write its part of one.
         """
         self._saver.wait()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of a save in the background, which `wait` raises."""
+        return self._saver.error
 
     def close(self) -> None:
         """Waits for the current save and ends the threads; a host may call it alone."""
@@ -436,7 +436,6 @@ class Checkpointer(CheckpointReader):
             found = check(self._directory / str(step))
             if found.problem is None:
                 self._set_aside(damaged)
-                self._failures.newest = step
                 self._say(f"checkpoint of step {step}: {found.summary}")
                 return step
             damaged[step] = found.problem
@@ -452,7 +451,7 @@ class Checkpointer(CheckpointReader):
         """Sets damaged checkpoints aside, with a message."""
         for step, problem in damaged.items():
             directory = self._directory / str(step)
-            aside = self._failures.on_first_host(directory, lambda directory=directory: set_aside(directory))
+            aside = on_first_host(directory, lambda directory=directory: str(set_aside(directory)))
             self._say(
                 f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is set aside as {aside}, and the "
                 "one before it is taken"
@@ -460,7 +459,6 @@ class Checkpointer(CheckpointReader):
 
     def _counts_now(self, step: int, said: str) -> None:
         """Notes that a checkpoint has its name, and only then deletes old ones."""
-        self._failures.newest = step
         self._say(f"saved step {step}: {said}")
         for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
             remove(self._directory / str(old))

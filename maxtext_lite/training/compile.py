@@ -28,7 +28,7 @@ from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import abandon
 from maxtext_lite.data import field_dtype
-from maxtext_lite.parallel import exchange, sharding
+from maxtext_lite.parallel import sharding
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
@@ -241,20 +241,13 @@ class Executables:
             self.request(following)
 
     def of(self, stage: BatchStage) -> Built:
-        """The compiled step of a stage, once it is ready. All hosts call it.
+        """The compiled step of a stage, once it is ready.
 
         Raises:
-          OutOfMemory: on all hosts, if it does not fit on the devices of one.
+          OutOfMemory: it does not fit on the devices.
         """
         self.request(stage)
-        compiling, problem = self._compiled[self.slots(stage)], None
-        try:
-            compiling.result()
-        except OutOfMemory as error:
-            problem = [str(error), error.share]
-        if problems := [each for each in exchange(problem) if each is not None]:
-            raise OutOfMemory(*problems[0])
-        return compiling.result()
+        return self._compiled[self.slots(stage)].result()
 
     def close(self) -> None:
         """Cancels compilations that have not begun; a command does not wait for one that has."""

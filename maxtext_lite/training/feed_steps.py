@@ -94,11 +94,9 @@ class FeedSteps:
     def prepare(self, step: int) -> None:
         """Waits for the executable of the stage that begins, and reports it."""
         plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
-        phases.enter("reading", step)
-        if self._stage is None:  # later problems are found early enough for all hosts to end together
-            if problem := self._batches.first_problem():
-                self._run.failures.add(problem)
-            self._run.failures.raise_together()
+        if self._stage is None:  # data that cannot be read end the run before it compiles
+            phases.enter("reading", step)
+            self._first = [next(self._batches)]
         phases.enter("compile", step)
         built = self._executables.of(stage)
         if self._stage is None:
@@ -111,8 +109,6 @@ class FeedSteps:
         self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
         if self._stage is None:
             self._say(f"compiled the train step {built.how}{needs}")
-            if self._hooks:
-                self._first = [next(self._batches)]
             for hook in self._hooks:
                 hook.before_first_step(self._first[0].arrays)
         elif self._is_new:
@@ -133,8 +129,6 @@ class FeedSteps:
             jax.block_until_ready(state)
         phases.enter("reading", step)
         batch = self._first.pop() if self._first else next(self._batches)
-        if batch.problem:
-            self._run.failures.add_unread(batch.problem)
         self._examples_seen += batch.num_examples
         phases.enter("step", step)
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
@@ -187,7 +181,7 @@ class HeldOutLoss:
         self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
         self._eval_step = make_eval_step(run.parts)
 
-    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[Record, str]:
+    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Record, str] | None:
         """See `loop.Evaluation`."""
         del step
         run = self._run
@@ -196,8 +190,12 @@ class HeldOutLoss:
         params = run.decoder.joined(state.model_params, state.frozen)
         scores: dict[str, list[Tree]] = {}
         for name, source in named_sources(run.eval_source).items():
+            scores[name] = []
             with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
-                scores[name] = list(scores_of(self._eval_step, params, batches, between))
+                for of_batch in scores_of(self._eval_step, params, batches):
+                    if stops():
+                        return None
+                    scores[name].append(of_batch)
         found: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
         text = evaluation_text(found)
         if isinstance(run.eval_source, MixtureSource):

@@ -114,6 +114,21 @@ Callback = Hook
 """A hook of the caller of `train`."""
 
 
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuses what cannot be called at the moments of a run.
+
+    Raises:
+      TypeError: an object is no `Hook`, or an attribute of it has taken the name of a moment.
+    """
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if not isinstance(callback, Hook):
+            raise TypeError(f"{kind} is not a subclass of maxtext_lite.training.Callback, as callbacks must be.")
+        for name, moment in vars(Hook).items():
+            if callable(moment) and not callable(getattr(callback, name)):
+                raise TypeError(f"{kind}.{name} is not a method, as Callback.{name} is: give it another name.")
+
+
 Prepare = Callable[[TrainingRun[Any], Callable[[str], None]], None]
 """Called with a run that has been opened anew, before it restores its checkpoint, and a function that prints a line."""
 

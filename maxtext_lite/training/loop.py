@@ -17,14 +17,14 @@ from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import observers, phases
 from maxtext_lite.config.status_line import status_line
 from maxtext_lite.data import Examples
+from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.compile import OutOfMemory
-from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import steps_of_feed
-from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, hooks_of
+from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, check_callbacks, hooks_of
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
@@ -32,7 +32,7 @@ from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import StepLog, Taken, owes_evaluation
-from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
+from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 
 class Stepper(Protocol):
@@ -53,7 +53,11 @@ class Stepper(Protocol):
         ...
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """Takes a step on the next batch; `state`, that after the previous step, is donated."""
+        """Takes a step on the next batch; `state`, that after the previous step, is donated.
+
+        Raises:
+          UnreadError: the batch cannot be read; the state is as it was.
+        """
         ...
 
     def unfinished(self, step: int) -> dict[str, jax.Array] | None:
@@ -73,13 +77,13 @@ class Evaluation(Protocol):
         """Whether the untrained model is evaluated too, at step 0."""
         ...
 
-    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[Mapping[str, Any], str]:
+    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Mapping[str, Any], str] | None:
         """The entries of an evaluation's record, and its line on the terminal. All hosts call it.
 
         Args:
-          between: all hosts call it before each batch; it may raise `BrokenOff`.
+          stops: asked on all hosts between batches; once it returns True, the evaluation ends and is None.
         Raises:
-          UnreadError: the held-out data cannot be read; on all hosts.
+          UnreadError: the held-out data cannot be read.
         """
         ...
 
@@ -192,6 +196,7 @@ def train_run(
       prepare: of the `Restart` that began this start; None: there was none.
       signals: of the run that this one starts again; None: it is the first.
     """
+    check_callbacks(callbacks)
     hooks = [*hooks_of(run.config), *callbacks]
     terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
@@ -212,28 +217,26 @@ def train_run(
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
-        # An evaluation before the first step has step 0.
-        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1, run.failures), terminal.say)
-        if log:
-            open_things.enter_context(contextlib.closing(log))
         for hook in hooks:
             open_things.callback(hook.close)
             hook.start(run, state, counts, terminal.say)
+        # An evaluation before the first step has step 0.
+        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1), terminal.say)
+        if log:
+            open_things.enter_context(contextlib.closing(log))
         steps, evaluation = begin(terminal, state, counts, hooks)
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts, hooks)
         loop = _Loop(run, terminal, step_log, signals, steps, evaluation, hooks, may_end=bool(callbacks))
         try:
-            result = loop.train_from(state)
+            return loop.train_from(state)
         except (UserError, LossSpike, Restart):
             raise
         except Exception as error:
             for observer in observers:
                 observer.failed(error)
             raise
-    run.failures.raise_together()  # a file server may report a full disk only as a file is closed
-    return result
 
 
 @dataclasses.dataclass
@@ -243,7 +246,7 @@ class _Loop:
     Attributes:
       may_end: whether a hook may end the run.
       asked_to_end: a hook of this host has asked for the end.
-      stops: all hosts stop after this step, for a signal or a failure.
+      stops: all hosts stop after this step, for a signal.
       ends: all hosts end the run after this step, as a hook has asked.
       in_flight: the newest step, until it is recorded.
       lost_evaluation: the newest evaluation was broken off, or left out, as the run was to stop.
@@ -269,27 +272,36 @@ class _Loop:
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
         self.ending = Stop(self.run.mesh if self.may_end else None, lambda: self.asked_to_end)
         self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
-        self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None or self.run.failures.ends_run)
+        self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None)
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
         before, last_step = self.log.counts.step, self.terminal.last_step
-        if self.evaluates and self._owes_evaluation(before):
-            self._evaluate(state, lambda: None)
-            phases.mark("evaluation")
-            self.ends = before > 0 and self.ending.between_steps()
-        if before < last_step and not self.ends:
-            self.steps.prepare(before + 1)
-        self.log.restart_clock()
-        for step in range(before + 1, last_step + 1):
-            if self.stops or self.ends:
-                break
-            for hook in self.hooks:
-                hook.before_step(step)
-            state = self._take(state, step)
-            self.stops = self.stopping.after_this_step()
-            self.ends = self.ending.after_this_step() and not self.stops
-            self._evaluate_and_save(state, step)
+        try:
+            if self.evaluates and self._owes_evaluation(before):
+                self._evaluate(state, lambda: False)
+                phases.mark("evaluation")
+                self.ends = before > 0 and self.ending.between_steps()
+            if before < last_step and not self.ends:
+                self.steps.prepare(before + 1)
+            self.log.restart_clock()
+            for step in range(before + 1, last_step + 1):
+                if self.stops or self.ends:
+                    break
+                for hook in self.hooks:
+                    hook.before_step(step)
+                state = self._take(state, step)
+                self.run.check()
+                self.stops = self.stopping.after_this_step()
+                self.ends = self.ending.after_this_step() and not self.stops
+                self._evaluate_and_save(state, step)
+        except UnreadError as error:
+            self._record(state)
+            if jax.process_count() > 1 or self.log.counts.step == before:
+                raise
+            self._save(state)
+            self._wait()
+            raise UserError(f"{error} The run ended after step {self.log.counts.step}, {self.saved}.") from None
         self._end()
         return self._result(state)
 
@@ -311,15 +323,20 @@ class _Loop:
         return state
 
     def _end(self) -> None:
-        """Waits until everything is written; raises a recorded read problem."""
+        """Waits until everything is written."""
         phases.enter("save", self.log.counts.step)
         for hook in self.hooks:
             hook.after_last_step()
-        self.run.wait()
+        self._wait()
         for hook in self.hooks:
             if said := hook.saved():
                 self.terminal.say(said)
-        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self.saved}.")
+
+    def _wait(self) -> None:
+        """Waits until the newest checkpoint counts."""
+        if self.run.checkpointer:
+            self.run.checkpointer.wait()
+        self.run.check()
 
     def _owes_evaluation(self, step: int) -> bool:
         """Whether the state from which this start begins is to be evaluated first. All hosts call it."""
@@ -340,8 +357,6 @@ class _Loop:
         # The checkpoint follows its evaluation, so that a kill between them repeats both.
         if evaluates:
             self._evaluate_unless_stopped(state)
-        if self.stops:
-            run.wait()
         if saves or self.stops:
             self._save(state)
         if self.ending.between_steps() and not self.stops:
@@ -359,8 +374,14 @@ class _Loop:
             try:
                 record = self.log.add(step, taken, state)
             except LossSpike as error:
+                restarts: list[Restart] = []
                 for hook in self.hooks:
-                    hook.on_spike(error)
+                    try:
+                        hook.on_spike(error)
+                    except Restart as restart:
+                        restarts.append(restart)
+                if restarts:
+                    raise restarts[0] from error
                 raise
             self.signals.take_requests()
             shown = state if self.shows_state else None
@@ -378,25 +399,20 @@ class _Loop:
 
     def _evaluate_unless_stopped(self, state: TrainState) -> None:
         """Evaluates unless the run stops, which leaves the evaluation to the next start."""
-        self.lost_evaluation = self.stops or not self._evaluate(state, self.stopping.break_off)
+        self.lost_evaluation = self.stops or not self._evaluate(state, self.stopping.after_this_step)
         if self.lost_evaluation:
             self.stops = True
             self.eval_loss = None
             self.terminal.say(f"step {self.log.counts.step}/{self.terminal.last_step}  no evaluation, as the run stops")
 
-    def _evaluate(self, state: TrainState, between: Callable[[], None]) -> bool:
-        """Evaluates and records it; returns whether it came to its end, which `between` may prevent."""
+    def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
+        """Evaluates and records it; returns whether it reached its end, which `stops` may prevent."""
         step = self.log.counts.step
         phases.enter("evaluation", step)
-        try:
-            found, text = self.evaluation.of(state, step, between)
-        except BrokenOff:
+        evaluated = self.evaluation.of(state, step, stops)
+        if evaluated is None:
             return False
-        except UnreadError as error:
-            self.run.failures.add_unread(str(error))
-            self._save(state)
-            self._end()
-            raise
+        found, text = evaluated
         self.eval_loss = found.get("eval_loss")
         record = {"step": step, **found, **self.run.token_shares(self.log.counts)}
         self.log.write(record)

@@ -10,13 +10,12 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
-from maxtext_lite.config.errors import rounded_text
+from maxtext_lite.config.errors import rounded_text, writing
 from maxtext_lite.config.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.config.status_line import status_line
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import command_signals
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.failures import Failures
 
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
@@ -29,7 +28,6 @@ class JsonLines:
 
     Args:
       after_step: the step from which the run continues; lines of later steps and unreadable lines are removed.
-      failures: collects write errors.
     Attributes:
       notes: sentences on problems with the existing lines.
       steps: those of the kept lines, evaluations not included.
@@ -37,8 +35,8 @@ class JsonLines:
       OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, after_step: int, failures: Failures):
-        self._path, self._failures = path, failures
+    def __init__(self, path: Path, after_step: int):
+        self._path = path
         notes: list[str] = []
         with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
             self.steps = Steps()
@@ -52,13 +50,13 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         """Appends a record."""
-        with self._failures.of_writing(self._path):
+        with writing(self._path):
             self._file.write(record_text(record))
             self._file.flush()
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        with self._failures.of_writing(self._path):
+        with writing(self._path):
             self._file.close()
 
 
@@ -75,8 +73,8 @@ def lacks_evaluation(path: Path, step: int) -> bool:
 class MetricsLog(JsonLines):
     """metrics.jsonl, with one line for each step."""
 
-    def __init__(self, run_directory: Path, after_step: int, failures: Failures):
-        super().__init__(run_directory / "metrics.jsonl", after_step, failures)
+    def __init__(self, run_directory: Path, after_step: int):
+        super().__init__(run_directory / "metrics.jsonl", after_step)
         if missing := self.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 

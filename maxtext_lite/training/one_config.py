@@ -39,7 +39,7 @@ def require_one_config(config: Config) -> None:
     """
     if jax.process_count() == 1:
         return
-    phases.arrive()
+    phases.advance()
     call, process, here = next(_calls), jax.process_index(), _about(config)
     if process == 0:
         put_text(f"{call}/first", json.dumps(here))

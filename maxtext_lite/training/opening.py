@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, make_plan
+from maxtext_lite.batching import BatchPlan, Topology, make_plan, plan_batch
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, Refusal, UserError, registry
 from maxtext_lite.config.errors import settings_of
@@ -110,7 +110,7 @@ def open_data(
 ) -> tuple[BatchPlan, Sources]:
     """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
-    hosts = batch_sizes(config, **machine).loading.loading_hosts  # refuses what is wrong before the data are opened
+    hosts = plan_batch(config, **machine).loading_hosts  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
 

@@ -20,7 +20,6 @@ from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
@@ -144,7 +143,7 @@ def _note(text: str) -> None:
         print(f"note: {full_text(text)}", file=sys.stderr)
 
 
-def save_parameters(directory: Path, params: Params, failures: Failures | None = None) -> None:
+def save_parameters(directory: Path, params: Params) -> None:
     """Writes parameters as the only checkpoint of a run directory, replacing an existing one. All hosts call it.
 
     `load_parameters` reads it back.
@@ -152,7 +151,7 @@ def save_parameters(directory: Path, params: Params, failures: Failures | None =
     Raises:
       UserError: they cannot be written; on all hosts.
     """
-    save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params), failures)
+    save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params))
 
 
 def parameter_items(params: Params) -> dict[str, Any]:

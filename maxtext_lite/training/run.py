@@ -15,15 +15,16 @@ from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, re
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.errors import WriteError, value_text, writing
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.registry import load_installed
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import tree_shardings
+from maxtext_lite.parallel import on_first_host, tree_shardings
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import (
     CONFIGURED_OBJECTIVE,
@@ -36,7 +37,6 @@ from maxtext_lite.training.checkpoint import (
     moved_schedule,
     with_start,
 )
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import CustomLoss
@@ -105,7 +105,6 @@ class TrainingRun(Generic[Data]):
       files: those that the first host writes there, other than checkpoints.
       parts: the parts of a step; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
-      failures: failed reads and writes.
       recorded: rows that the run has excluded itself; known once it is restored.
       excluded: ids of those and of the config's excluded rows, with the position in the run from which each is left
         out.
@@ -145,7 +144,6 @@ class TrainingRun(Generic[Data]):
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, overwrite=true, or another run_name."
             )
-        self.failures = Failures()
         self.recorded, self.excluded = list[ExcludedRow](), dict[int, int]()
         self.checkpointer: Checkpointer | None = None
         self._saved: CheckpointReader | None = None
@@ -160,48 +158,71 @@ class TrainingRun(Generic[Data]):
         Args:
           say: takes messages about checkpoints, some from a background thread.
         Raises:
-          UserError: another run holds the directory, it cannot be written, or all of its checkpoints are damaged.
+          UserError: another run holds the directory, it cannot be written, or all of its checkpoints are damaged. An
+            error of writing also names the newest checkpoint.
         """
         try:
-            if self.is_first:
+            with contextlib.ExitStack() as stack:
+                self._open(stack, say)
+                yield
+                if self.is_first:
+                    with writing(self.directory):
+                        self.files.upload()
+        except WriteError as error:
+            raise UserError(f"{error} {self._what_is_safe()}") from None
+
+    def _open(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+        if self.is_first:
+            try:
                 self.files.make()
-        except OSError as error:
-            self.failures.add(
-                f"base_output_directory={value_text(self.config.base_output_directory)} with "
-                f"run_name={value_text(self.config.run_name)} cannot be made a directory: {error.strerror}."
-            )
-        lock = load_asked(self.config, "lock", "lease")
-        if lock is None:
-            self.failures.raise_together()
-        else:
-            self._lock = lock(self.directory, self.failures, say)
+            except OSError as error:
+                raise UserError(
+                    f"base_output_directory={value_text(self.config.base_output_directory)} with "
+                    f"run_name={value_text(self.config.run_name)} cannot be made a directory: {error.strerror}."
+                ) from None
+        hold = load_asked(self.config, "lock", "lease")
+        if hold is not None:
+            self._lock = hold(self.directory, say)
+        if self._lock:
+            stack.callback(self._lock.release)
         self._is_writable = self.is_first
-        try:
-            if self.config.starts_over:
-                self.failures.on_first_host(self.directory, lambda: remove_run(self.directory, say))
-            elif self.config.overwrite and self.resumes:
-                say("overwrite=true: SLURM has queued this job again, so the run resumes instead of starting over")
-            self.config = self.config.model_copy(update={"overwrite": False})  # as a start from config.yml resumes
-            self.failures.on_first_host(self.directory, self.files.fetch)
-            if self.config.enable_checkpointing:
-                if is_bucket(self.directory):
-                    with self.failures.of_writing(self.directory):
-                        try_to_write(self.directory, jax.process_index())
-                    self.failures.raise_together()
-                about = self.directory, self.config, self._fingerprint
-                self.checkpointer = Checkpointer(*about, self.failures, say, self._is_ours, self.files.upload)
-                self._saved = self.checkpointer
-            yield
-            if is_bucket(self.directory):
-                self.failures.on_first_host(self.directory, self.files.upload)
-        finally:
-            if self.checkpointer:
-                self.checkpointer.close()
-            if self.is_first and self._is_ours():  # also after an error
-                with self.failures.of_writing(self.directory):
-                    self.files.close()
+        if self.is_first:
+            stack.callback(self._close_files)
+        if self.config.starts_over:
+            on_first_host(self.directory, lambda: remove_run(self.directory, say))
+        elif self.config.overwrite and self.resumes:
+            say("overwrite=true: SLURM has queued this job again, so the run resumes instead of starting over")
+        self.config = self.config.model_copy(update={"overwrite": False})  # as a start from config.yml resumes
+        with writing(self.directory):
+            if self.is_first:
+                self.files.fetch()
+            if self.config.enable_checkpointing and is_bucket(self.directory):
+                try_to_write(self.directory, jax.process_index())
+        if self.config.enable_checkpointing:
+            self.checkpointer = Checkpointer(self.directory, self.config, self._fingerprint, say, self._before_commit)
+            stack.callback(self.checkpointer.close)
+            self._saved = self.checkpointer
+
+    def _before_commit(self) -> None:
+        """Makes a checkpoint that is about to count the newest state of a directory that is still this run's."""
+        if self._lock:
+            self._lock.check()
+        self.files.upload()
+
+    def _close_files(self) -> None:
+        """Closes the files of the directory; after an error they are uploaded as far as that works."""
+        with contextlib.suppress(OSError, UserError):
             if self._lock:
-                self._lock.release()
+                self._lock.check()
+            self.files.close()
+
+    def _what_is_safe(self) -> str:
+        saved: list[int] = []
+        with contextlib.suppress(UserError):
+            saved = steps_in(self.directory / "checkpoints")
+        if not saved:
+            return "No checkpoint has been saved yet."
+        return f"The checkpoint of step {saved[-1]} is safe; run the same command to resume from it."
 
     def read_before(self, step: int, say: Callable[[str], None]) -> None:
         """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
@@ -209,13 +230,16 @@ class TrainingRun(Generic[Data]):
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
         """Saves a checkpoint if enable_checkpointing is true and the directory is ours; see `Checkpointer.save`."""
-        self._is_ours()
+        if self._lock:
+            self._lock.check()
         if self.checkpointer:
             self.checkpointer.save(state, counts, unfinished)
 
-    def _is_ours(self) -> bool:
-        """Whether no other run has taken over the directory; if one has, `failures` gets the error."""
-        return self._lock is None or self._lock.check()
+    def check(self) -> None:
+        """Raises an error that a thread in the background has met: the lock is lost, or a save failed."""
+        for part in (self._lock, self.checkpointer):
+            if part is not None and part.error is not None:
+                raise part.error
 
     @property
     def mixtures(self) -> list[dict[str, Any]]:
@@ -226,23 +250,15 @@ class TrainingRun(Generic[Data]):
         """A log in the run directory, on the first host, with messages on its existing lines; None on the others.
 
         Raises:
-          UserError: it cannot be read or written; on all hosts.
+          WriteError: it cannot be read or written.
         """
-        log = self.failures.on_first_host(self.directory, open_it)
-        for note in () if log is None else log.notes:
+        if not self.is_first:
+            return None
+        with writing(self.directory):
+            log = open_it()
+        for note in log.notes:
             say(note)
         return log
-
-    def wait(self) -> None:
-        """Returns once everything that the run wrote is safe. All hosts call it.
-
-        Raises:
-          UserError: a host could not write something; on all hosts.
-        """
-        if self.checkpointer:
-            self.checkpointer.wait()
-        else:
-            self.failures.raise_together()
 
     @property
     def _fingerprint(self) -> dict[str, Any]:
@@ -345,13 +361,14 @@ class TrainingRun(Generic[Data]):
         """Prints the config and the plan, and writes them into the run directory. All hosts call it.
 
         Raises:
-          UserError: they cannot be written; on all hosts.
+          WriteError: they cannot be written.
         """
         left = self.steps_left(counts)
         end = self.plan.length.examples_after(left, counts.examples_seen)
-        ends = self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
+        with writing(self.directory):
+            ends = self._write_about(end)
         terminal.say(f"{describe(self.config)}\n\n{format_plan(self.plan)}\n")
         parameters = num_elements(self.decoder.abstract_params)
         trained = num_elements(self.decoder.trained(self.decoder.abstract_params))
@@ -428,7 +445,7 @@ class TrainingRun(Generic[Data]):
         """Adds entries to environment.json, unless the run is only read."""
         if self._is_writable:
             path = self.files.directory / "environment.json"
-            with self.failures.of_writing(path):
+            with writing(path):
                 write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
 
     def flops_of(self, example_ids: np.ndarray, examples_seen: int) -> float:

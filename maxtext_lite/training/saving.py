@@ -26,12 +26,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext_lite.config.bucket import is_bucket, names_below, remove_objects, storage_errors
-from maxtext_lite.config.errors import UserError, bytes_text, cannot_write, value_text
+from maxtext_lite.config.errors import UserError, WriteError, bytes_text, cannot_write, value_text
 from maxtext_lite.config.json_file import path_below
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED, to_disk, write_whole
-from maxtext_lite.parallel import Tree, exchange
-from maxtext_lite.training.failures import Failures
+from maxtext_lite.parallel import Tree, exchange, on_first_host
 
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
@@ -275,7 +274,6 @@ _ENVIRONMENT = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
 )  # fmt: skip
 _VANISHED = re.compile(r'NOT_FOUND: .* local file "([^"]+)"', re.DOTALL)  # as TensorStore says it
-_WAKE_SECONDS = 0.2
 _SLICE_BYTES = 1 << 20
 
 
@@ -289,21 +287,19 @@ class Saver:
     """Writes one checkpoint at a time in the background. All hosts call its methods.
 
     Args:
-      failures: collects write errors, which `wait` raises.
-      holds: whether this run still holds the directory; called on the first host, in the background.
-      before: called on the first host, in the background, before a checkpoint counts.
+      before: called on the first host, in the background, before a checkpoint counts; an error prevents that.
+    Attributes:
+      error: of this host's part of a save.
     """
 
-    def __init__(
-        self, failures: Failures, holds: Callable[[], bool] = lambda: True, before: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, before: Callable[[], None] = lambda: None):
         _silence_orbax()
         _save_small_arrays_whole()
-        self._failures, self._holds, self._before = failures, holds, before
+        self._before = before
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.error: Exception | None = None
         self._saves = 0
 
     def start(self, directory: Path, items: Mapping[str, Any], on_commit: Callable[[str], None]) -> None:
@@ -314,17 +310,18 @@ class Saver:
           on_commit: called on the first host, in the background, once the checkpoint has its name, with a clause on its
             size and the speed of hashing.
         Raises:
-          UserError: this or an earlier save could not be written; on all hosts.
+          WriteError: this or an earlier save could not be written.
         """
         self.wait()
         unfinished = while_unfinished(directory)
-        self._failures.on_first_host(directory.parent, lambda: make_room(directory))
+        on_first_host(directory.parent, lambda: make_room(directory))
         self._saves += 1
         try:
-            self._checkpointer.save(unfinished, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:  # noqa: BLE001 - `wait` raises it, on all hosts
-            self._take(unfinished, error)
-            return
+            with _writing(unfinished):
+                self._checkpointer.save(unfinished, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:
+            self.error = error
+            raise
         self._thread = threading.Thread(
             target=self._finish, args=(unfinished, directory, on_commit), name="checkpoint", daemon=True
         )
@@ -334,67 +331,51 @@ class Saver:
         """Returns once the current checkpoint has its name.
 
         Raises:
-          UserError: a host could not write its part, or another file of the run; on all hosts.
+          WriteError: this host could not write its part.
         """
-        is_busy = True
-        while True:
-            if self._thread:
-                self._thread.join(None if jax.process_count() == 1 else _WAKE_SECONDS)
-            was_busy, is_busy = is_busy, self._thread is not None and self._thread.is_alive()
-            if was_busy and not is_busy:
-                phases.advance()
-            if not is_busy and self._error:
-                raise self._error
-            if not self._failures.raise_together(is_busy):
-                return
-            # Another host may still be writing, or may have failed and never finish: check again.
-            time.sleep(_WAKE_SECONDS)
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            phases.advance()
+        if self.error:
+            raise self.error
 
     def close(self) -> None:
         """Waits for the current save and ends the threads. Each host may call it alone."""
-        if self._failures.found and jax.process_count() > 1:
-            return  # another host's part may have failed, and this one's would wait for it
         if self._thread:
             self._thread.join()
-        if not self._failures.found and not self._error:
+        if not self.error:
             self._checkpointer.close()
 
     def _finish(self, unfinished: Path, directory: Path, on_commit: Callable[[str], None]) -> None:
         try:
-            self._checkpointer.wait_until_finished()
-            process, num_processes = jax.process_index(), jax.process_count()
-            began = time.perf_counter()
-            hashed = write_part(unfinished, process, num_processes)
-            seconds = time.perf_counter() - began
-            self._sync("hashed")
-            if process == 0 and self._holds():
-                read_manifest(unfinished)  # raises if a process's part is missing
-                self._before()
-                commit(directory)
-                on_commit(_speed(hashed, seconds, num_processes))
-            self._sync("named")
-        except Exception as error:  # noqa: BLE001 - `wait` raises it
-            self._take(unfinished, error)
-
-    def _take(self, unfinished: Path, error: Exception) -> None:
-        """Records an error for `wait`: one of the file system is for the user to fix, any other is our bug."""
-        problem = _environments(unfinished, error)
-        if problem is None:
-            self._error = error
-        else:
-            self._failures.add_unwritten(problem)
+            with _writing(unfinished):
+                self._checkpointer.wait_until_finished()
+                process, num_processes = jax.process_index(), jax.process_count()
+                began = time.perf_counter()
+                hashed = write_part(unfinished, process, num_processes)
+                seconds = time.perf_counter() - began
+                self._sync("hashed")
+                if process == 0:
+                    read_manifest(unfinished)  # raises if a process's part is missing
+                    self._before()
+                    commit(directory)
+                    on_commit(_speed(hashed, seconds, num_processes))
+                self._sync("named")
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            self.error = error
 
     def _sync(self, what: str) -> None:
         self._barrier(key=f"maxtext_lite_checkpoint_{self._saves}_{what}", timeout_ms=_TIMEOUT_SECONDS * 1000)
 
 
-def save_alone(directory: Path, items: Mapping[str, Any], failures: Failures | None = None) -> None:
+def save_alone(directory: Path, items: Mapping[str, Any]) -> None:
     """Writes one checkpoint, in place of an existing one, and returns once it is complete. All hosts call it.
 
     Raises:
-      UserError: it could not be written; on all hosts.
+      WriteError: it could not be written.
     """
-    saver = Saver(Failures() if failures is None else failures)
+    saver = Saver()
     saver.start(directory, items, on_commit=lambda _: None)
     saver.wait()
     saver.close()
@@ -421,9 +402,9 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
       UserError: the hosts do not see the same files, or one cannot read them now.
     """
     began = time.perf_counter()
-    problem, unread, digests = None, None, None
+    problem, digests = None, None
     try:
-        with finding_damage(directory, directory.name):
+        with _readable(directory), finding_damage(directory, directory.name):
             digests = read_manifest(directory)
             if digests is None:
                 problem = "its checksums are missing"
@@ -431,11 +412,8 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
                 problem = "params is missing"
     except Damaged as error:
         problem = str(error)
-    except OSError as error:
-        unread = _unread(directory, error)
     contents = None if digests is None else hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-    views = exchange([unread, problem, contents])
-    _raise_first([unread for unread, _, _ in views])
+    views = exchange([problem, contents])
     for host, view in enumerate(views):
         if view != views[0]:
             raise UserError(
@@ -446,29 +424,40 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
         return Check(problem, "")
     read = in_items(digests, items) if items else digests
     share, num_shares = jax.process_index(), jax.process_count()
-    size = 0
-    try:
-        problem, size = damage(directory, read, share=share, num_shares=num_shares)
-    except OSError as error:
-        unread = _unread(directory, error)
-    found = exchange((unread, problem, size))
-    _raise_first([unread for unread, _, _ in found])
-    problem = next((problem for _, problem, _ in found if problem is not None), None)
+    with _readable(directory):
+        own = damage(directory, read, share=share, num_shares=num_shares)
+    found = exchange(own)
+    problem = next((problem for problem, _ in found if problem is not None), None)
     if problem is not None:
         return Check(problem, "")
-    checked = sum(size for _, _, size in found)
+    checked = sum(size for _, size in found)
     return Check(None, f"{bytes_text(checked)} checked at {_rate(checked, time.perf_counter() - began)}")
 
 
-def _unread(directory: Path, error: OSError) -> str:
-    why = error.strerror or str(error)
-    return f"{error.filename or directory} cannot be read: {why}. Nothing is set aside: start again once it can be."
+@contextlib.contextmanager
+def _readable(directory: Path) -> Generator[None]:
+    """A block that reads a checkpoint; raises a UserError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or directory} cannot be read: {error.strerror or error}. Nothing is set aside: start "
+            "again once it can be."
+        ) from None
 
 
-def _raise_first(problems: list[str | None]) -> None:
-    """Raises the first of the hosts' problems as a UserError, if there is one."""
-    if problem := next((each for each in problems if each is not None), None):
-        raise UserError(problem)
+@contextlib.contextmanager
+def _writing(directory: Path) -> Generator[None]:
+    """A block that writes a checkpoint; raises a WriteError in place of errors that are not bugs of ours."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        problem = _environments(directory, error)
+        if problem is None:
+            raise
+        raise WriteError(problem) from None
 
 
 @contextlib.contextmanager

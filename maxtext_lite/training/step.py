@@ -27,7 +27,6 @@ from maxtext_lite.parallel import (
     tree_shardings,
 )
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
-from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
 from maxtext_lite.training.loss import AUXILIARY_METRICS, forward
 from maxtext_lite.training.objective import Objective, ScoredObjective
@@ -290,22 +289,15 @@ def make_eval_step(parts: StepParts) -> Wrapped:
     )
 
 
-def scores_of(
-    eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], between: Callable[[], None] = lambda: None
-) -> Iterator[Tree]:
+def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]) -> Iterator[Tree]:
     """The scores of each batch, on the host, while the devices work on the next.
 
     Args:
       eval_step: made by `make_eval_step`.
-      between: called before each batch.
-    Raises:
-      UnreadError: after the last batch, if a host could not read all rows; on all hosts.
     """
-    problem, under_way = None, None
+    under_way = None
     for batch in batches:
         phases.advance()
-        between()
-        problem = problem or batch.problem
         scores = eval_step(params, batch.arrays)
         if devices_share_threads():
             jax.block_until_ready(scores)
@@ -314,4 +306,3 @@ def scores_of(
         under_way = scores
     if under_way is not None:
         yield jax.device_get(under_way)
-    raise_unread(problem)

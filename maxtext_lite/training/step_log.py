@@ -15,7 +15,7 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import registry
 from maxtext_lite.config.phases import phases
 from maxtext_lite.data import MixtureSource, hash_of_run
-from maxtext_lite.parallel import value_of_host
+from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
@@ -61,7 +61,7 @@ def owes_evaluation(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
     if run.eval_source is None or every <= 0 or not (is_last or step % every == 0):
         return False
     path = run.files.directory / "metrics.jsonl"
-    return bool(value_of_host(0, run.failures.on_first_host(path, lambda: lacks_evaluation(path, step))))
+    return on_first_host(path, lambda: lacks_evaluation(path, step))
 
 
 class Log(Protocol):

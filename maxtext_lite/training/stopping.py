@@ -61,10 +61,6 @@ def watch_signals(signals: Signals) -> Generator[Signals]:
             signal.signal(number, handler)
 
 
-class BrokenOff(Exception):
-    """An evaluation has ended before its last batch, on all hosts after the same one, because the run is to stop."""
-
-
 class Stop:
     """Whether to stop after a step or a batch: all hosts agree, though a signal may reach only one of them.
 
@@ -78,15 +74,6 @@ class Stop:
         self._is_asked = is_asked
         self._any_host = make_any_host(mesh) if mesh is not None and jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
-
-    def break_off(self) -> None:
-        """Ends an evaluation if the run is to stop. All hosts call it, between the same batches.
-
-        Raises:
-          BrokenOff: on all hosts, if one is asked to stop.
-        """
-        if self.after_this_step():
-            raise BrokenOff
 
     def after_this_step(self) -> bool:
         """Whether to stop. All hosts call it, at the same steps and batches."""

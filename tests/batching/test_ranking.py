@@ -14,6 +14,7 @@ from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.batching import Topology, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.plan import resolve
+from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
 
@@ -81,7 +82,7 @@ def all_plans(num_devices):
             if pieces:
                 mesh["num_pipeline_microbatches"] = sizes[0] * pieces
             split = config.model_copy(update=mesh)
-            if isinstance(resolved := resolve(split, Topology(num_devices)), list):
+            if isinstance(resolve(split, Topology(num_devices)), list):
                 continue
             for remat, offload in itertools.product(REMAT, (False, True)):
                 keys = {"remat_policy": remat, "optimizer_memory_host_offload": offload}
@@ -89,7 +90,7 @@ def all_plans(num_devices):
                 plan = plan_of(num_devices, None)(each)
                 model = StepModel(
                     each,
-                    resolved.mesh,
+                    MeshSizes(plan.ici_mesh, plan.dcn_mesh),
                     DEVICE,
                     plan.memory,
                     flops=flops_of_example(each),

@@ -7,9 +7,9 @@ import yaml
 
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
-from maxtext_lite.batching import Topology, flops_per_example
+from maxtext_lite.batching import flops_per_example
 from maxtext_lite.batching.devices import Device
-from maxtext_lite.batching.plan import resolve
+from maxtext_lite.batching.topology import MeshSizes
 from tests.source_tree import REPOSITORY
 
 ROWS_OF_TABLE = yaml.load(
@@ -55,10 +55,8 @@ SCORES = (
 def step(*keys, devices=1, device=DEVICE):
     config = load_config(None, [*MODEL, *keys])
     plan = make_plan(config, num_devices=devices)
-    sizes = resolve(config, Topology(devices))
-    model = StepModel(
-        config, sizes.mesh, device, plan.memory, flops=flops_of_example(config)
-    )
+    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
+    model = StepModel(config, mesh, device, plan.memory, flops=flops_of_example(config))
     return model.step(
         config, plan.micro_batch_slots, plan.global_batch_to_train, plan.pipeline_shape
     )

@@ -15,7 +15,7 @@ from maxtext_lite.config import (
     single_path,
 )
 from maxtext_lite.config.keys import listed, name_of_path, require_trackers
-from maxtext_lite.config.violation import divisors_of, multiples, one_of
+from maxtext_lite.config.violation import around, divisors_around, multiples_around
 from maxtext_lite.config.yaml import is_one_scalar, parse_mapping, parse_value
 
 
@@ -245,14 +245,13 @@ def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
 
 
 def test_values_come_from_the_nearest_on_either_side():
-    def sides(near):
-        return [[change["k"] for change in side] for side in near()]
-
-    assert sides(one_of("k", [8, 1, 4, 2], 3)) == [[2, 1], [4, 8]]
-    assert sides(divisors_of("k", 6, 2)) == [[1], [3, 6]]
-    assert sides(divisors_of("k", 4, Fraction(3))) == [[2, 1], [4]]
-    below, above = sides(multiples("k", Fraction(1, 8), Fraction(3, 10)))
-    assert (below, above[0]) == ([Fraction(1, 4), Fraction(1, 8)], Fraction(3, 8))
-    assert [side[0] for side in sides(multiples("k", 2, 4))] == [2, 6]
+    assert around([8, 1, 4, 2], 3) == [2, 4]
+    assert around([8, 1, 4, 2], 1) == [2]
+    assert divisors_around(6, 2) == [1, 3]
+    assert divisors_around(4, Fraction(3)) == [2, 4]
+    eighth = Fraction(1, 8)
+    assert multiples_around(eighth, Fraction(3, 10)) == [2 * eighth, 3 * eighth]
+    assert multiples_around(2, 4) == [2, 6]
+    assert multiples_around(2, 1) == [2]
     # Floats would give another number.
-    assert sides(multiples("k", 3, 10**18, offset=1))[1][0] == 10**18 + 3
+    assert multiples_around(3, 10**18, offset=1)[1] == 10**18 + 3

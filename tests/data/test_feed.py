@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.feed import (
+    UnreadError,
     evaluation_batches,
     training_batches,
 )
@@ -221,13 +222,14 @@ def test_reading_runs_ahead_and_ends_with_the_iterator():
     assert batches(source, plan_for(1, TWO_A_STEP), num_steps=0) == []
 
 
-def test_an_evaluation_continues_without_unreadable_rows():
-    found = evaluated(Damaged(20), plan_for(1, "eval_per_device_batch_size=4"), 1)
-    assert found[-1].problem == "record 7"
-    seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
-    assert [i for slots in seen for i in slots if i >= 0] == [
-        i for i in range(20) if not 4 <= i < 8
-    ]
+def test_a_batch_that_cannot_be_read_is_an_error_when_it_is_taken():
+    iterator = feed(Damaged(20), plan_for(1, TWO_A_STEP), num_steps=10, seed=-1)
+    with iterator:
+        assert [next(iterator).num_examples for _ in range(3)] == [2, 2, 2]
+        with pytest.raises(UnreadError, match="record 7"):
+            next(iterator)
+    with pytest.raises(UnreadError, match="record 7"):
+        evaluated(Damaged(20), plan_for(1, "eval_per_device_batch_size=4"), 1)
 
 
 PROGRAM = """

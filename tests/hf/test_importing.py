@@ -12,16 +12,14 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf import weights as export
 from maxtext_lite.hf.config_json import config_json, model_keys
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import same_architecture
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.names import TABLES
-from maxtext_lite.hf.weights import export_model, export_parameters, load_hf_parameters
+from maxtext_lite.hf.weights import export_parameters, load_hf_parameters
 from maxtext_lite.parallel import (
     MESH_AXES,
-    exchange,
     make_mesh,
     sharding,
     tree_shardings,
@@ -29,7 +27,6 @@ from maxtext_lite.parallel import (
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import MODELS, logits, model, save, torch, transformers
 from tests.hf_variants import VARIANTS
-from tests.parallel.wire import joined_hosts
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 16)]
 # One row is a document; the other has two, of 9 and 4 tokens, and then padding.
@@ -148,32 +145,6 @@ def assert_old_is_new(name, source, other, is_old):
         new, old = old, new
     assert "rope_parameters" not in old
     assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
-
-
-def test_no_host_waits_for_one_that_cannot_write_an_export(tmp_path, monkeypatch):
-    """All hosts gather each layer together, and know in the end that it was in vain."""
-    source = save("llama", tmp_path / "in")
-    _, params = load(source, fsdp=1)
-    wire = joined_hosts(monkeypatch)
-
-    def gathering(_):
-        return lambda stacked, index: exchange(list(index)) and stacked[index]
-
-    def filling_the_disk(directory, tensors, **_):
-        for tensor in tensors[:3]:
-            tensor.make()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export, "_layer_on_every_host", gathering)
-    monkeypatch.setattr(export, "write_safetensors", filling_the_disk)
-    fields = read_object(source / "config.json")
-
-    def outcome(_):
-        with pytest.raises(UserError, match="cannot be written"):
-            export_model(tmp_path / "out", params, fields, dtype="float32")
-        return True
-
-    assert all(wire.on_all(outcome))
 
 
 @pytest.mark.parametrize(
@@ -344,23 +315,6 @@ def test_a_tied_model_may_store_its_table_twice_or_only_its_head_but_not_another
     rewrite(whole, lambda tensors: tensors | {"lm_head.weight": tensors[table] + 1})
     with pytest.raises(UserError, match=rf"lm_head\.weight is not {table}"):
         load(whole)
-
-
-def test_what_one_host_refuses_all_refuse(llama, monkeypatch):
-    told = []
-
-    def exchange(problems):
-        told.append(problems)
-        return [problems, ["there/model.safetensors: x holds NaN or infinite numbers."]]
-
-    monkeypatch.setattr("maxtext_lite.hf.weights.exchange", exchange)
-    with pytest.raises(UserError, match=r"^there/model"):
-        load(llama)
-    (llama / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError) as refusal:
-        load(llama)
-    assert len(refusal.value.problems) == 2
-    assert told[0] == []
 
 
 def test_a_model_of_another_size_than_its_files_or_the_decoder_is_refused(llama):

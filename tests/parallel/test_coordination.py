@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,10 @@ from maxtext_lite.operations.watched_hosts import coordinator_answers, watched_a
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
-# Process 0 is killed while process 1 waits for it in a collective.
+# One process fails or is killed while the other waits for it in a collective.
 PROGRAM = """
 import os, pathlib, signal, sys
+from maxtext_lite.config import UserError
 from maxtext_lite.cli import run_command
 from maxtext_lite.parallel import exchange, start_devices
 from maxtext_lite.config.phases import observers
@@ -28,14 +30,19 @@ def main(argv):
     start_devices()
     watchdog.enter("step", 7)
     exchange(0)
-    if os.environ["JAX_PROCESS_ID"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["JAX_PROCESS_ID"] == sys.argv[2]:
+        if sys.argv[3] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[3] == "bug":
+            raise AssertionError("a bug")
+        raise UserError("the disk is full.")
     exchange(1)
 sys.exit(run_command(main))
 """
 
 
-def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
+def launch(directory, process, how):
+    """The result of two processes, of which one fails."""
     launcher = [
         sys.executable,
         str(REPOSITORY / "scripts" / "launch_local.py"),
@@ -52,12 +59,43 @@ def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
         *quick_python(),
         "-c",
         PROGRAM,
-        str(tmp_path),
+        str(directory),
+        str(process),
+        how,
     ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
+    return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_if_one_fails_the_others_say_who_and_why_and_exit_with_its_code(
+    process, tmp_path
+):
+    began = time.monotonic()
+    ended = launch(tmp_path, process, "failed")
+    assert time.monotonic() - began < 60  # the grace of the launcher, and no signal
+    assert ended.returncode == 2
+    errors = [line for line in ended.stderr.splitlines() if "error:" in line]
+    own, other = sorted(errors, key=lambda line: "failed with exit code" in line)
+    assert own == f"[{process}] error: the disk is full."
+    assert other.startswith(f"[{1 - process}] error: process {process} ")
+    assert other.endswith("has failed with exit code 2: the disk is full.")
+    assert not [*tmp_path.iterdir()]  # stacks are of a run that hangs
+
+
+def test_a_bug_of_one_ends_the_others_with_1(tmp_path):
+    ended = launch(tmp_path, 1, "bug")
+    assert ended.returncode == 1
+    (said,) = [
+        line for line in ended.stderr.splitlines() if line.startswith("[0] error:")
+    ]
+    assert said.endswith("has failed with exit code 1: AssertionError: a bug")
+
+
+def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
+    ended = launch(tmp_path, 0, "killed")
     assert ended.returncode == 128 + signal.SIGKILL  # the first that failed
     (said,) = [
         line for line in ended.stderr.splitlines() if line.startswith("[1] error:")

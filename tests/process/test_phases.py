@@ -63,12 +63,3 @@ def test_steps_on_the_way_back_are_start_up_and_have_the_limit_of_a_start(
     clock.passes(1)
     assert clock.seconds == {"start-up": seconds}
     assert clock.watched.told[-1] == ("start-up", 0)
-
-
-@pytest.mark.fast
-def test_waiting_for_other_hosts_is_progress_except_in_a_save():
-    clock = Clock()
-    for phase in ("step", "save"):
-        clock.enter(phase, 1)
-        clock.arrive()
-    assert clock.watched.told[1:] == [("step", 1), "advance", ("save", 1)]

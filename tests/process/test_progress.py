@@ -6,9 +6,16 @@ from maxtext_lite.operations.progress import Seen, Stamp, judge, limit_of
 
 
 def stamp(
-    host="a", phase="step", step=7, position=20, seconds=1.0, limit=300.0, code=0
+    host="a",
+    phase="step",
+    step=7,
+    position=20,
+    seconds=1.0,
+    limit=300.0,
+    code=0,
+    reason="",
 ):
-    return Stamp(host, phase, step, position, seconds, limit, 5, code)
+    return Stamp(host, phase, step, position, seconds, limit, 5, code, reason)
 
 
 def verdict(*seen):
@@ -41,7 +48,7 @@ def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_
         [Seen(None, 299.0), stamp(seconds=900)],  # it is yet to come
         [Seen(stamp(phase="end"), 5000.0), stamp()],  # has ended well
         [
-            Seen(stamp(phase="end", code=2), 9.0),
+            Seen(stamp(phase="end", code=2), 1.0),
             stamp(),
         ],  # the others may be about to fail alike
     ],
@@ -68,9 +75,9 @@ def test_a_run_that_may_move_yet_is_left_alone(seen):
             76,
         ),  # it is not said to hang
         (
-            stamp(phase="end", code=2),
-            11.0,
-            "exit code 2",
+            stamp("node7", phase="end", code=2, reason="the disk is full."),
+            3.0,
+            "on node7 has failed with exit code 2: the disk is full.",
             2,
         ),  # so that none is restarted
         (None, 301.0, "has not come", 76),

@@ -90,9 +90,6 @@ def stopped_after(monkeypatch, num_steps):
         def between_steps(self):
             return False
 
-        def break_off(self):
-            """Never: the evaluations of these runs come to their end."""
-
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 

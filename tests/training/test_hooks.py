@@ -104,3 +104,15 @@ def test_without_operations_a_run_is_the_same_and_has_fewer_files(
     more = {path.name for path in (tmp_path / "whole").iterdir()} - names
     assert more == {"goodput.json", "memory.json", "tensorboard"}
     assert json.loads((tmp_path / "bare" / "plan.json").read_text())["steps"] == 2
+
+
+def test_what_is_no_callback_is_refused_before_the_run(tmp_path):
+    class Duck:
+        wants_state = False
+
+    taken = Seen()
+    taken.saved = []
+    config = load_config(None, [*RUN, f"base_output_directory={tmp_path}"])
+    for callback, name in ((Duck(), "Duck"), (taken, r"Seen\.saved")):
+        with pytest.raises(TypeError, match=name):
+            train(config, callbacks=[callback])

@@ -3,10 +3,12 @@
 That splits and resumptions change nothing: tests/invariance.
 """
 
+import errno
 import json
 import os
 import signal
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,8 +16,9 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash
-from maxtext_lite.training import NonFiniteLoss, opening, train
+from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
+from maxtext_lite.training.metrics import JsonLines
 from tests.training.conftest import TINY, lines_of
 
 KEYS = """
@@ -211,13 +214,50 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
 ):
     source = Poisoned(damaged=[8 * 3 + 5])  # of step 4
     reads(source)
-    with pytest.raises(UserError, match=r"record 29 is damaged.* after step 2\b"):
+    with pytest.raises(
+        UserError, match=r"record 29 is damaged.* after step 3, saved\."
+    ):
         _train(tmp_path, documents, *SKIP)
     source.damaged = []
     steps, _ = _records(_train(tmp_path, documents, *SKIP))
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     hashes = [examples_hash(np.arange(8 * step, 8 * step + 8)) for step in range(6)]
     assert [step["examples_hash"] for step in steps] == hashes
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "checkpoint"])
+def test_a_full_disk_ends_the_run_and_the_error_names_the_newest_checkpoint(
+    full, tmp_path, documents, monkeypatch, one_device
+):
+    write, write_part = JsonLines.write, saving.write_part
+
+    def write_line(log, record):
+        if record["step"] == 4:
+            log._file.close()
+            log._file = Path("/dev/full").open("a")  # noqa: SIM115
+        write(log, record)
+
+    def write_checksums(directory, *arguments):
+        if directory.name.endswith("-4"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(directory))
+        return write_part(directory, *arguments)
+
+    if full == "checkpoint":
+        monkeypatch.setattr(saving, "write_part", write_checksums)
+    else:
+        monkeypatch.setattr(JsonLines, "write", write_line)
+    words = ["steps=30", "checkpoint_period=2", "eval_interval=-1", SGD]
+    with pytest.raises(UserError, match="No space left on device") as refusal:
+        _train(tmp_path, documents, *words)
+    (problem,) = refusal.value.problems
+    assert full in problem or "unfinished-4" in problem
+    assert problem.endswith(
+        "The checkpoint of step 2 is safe; run the same command to resume from it."
+    )
+    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} <= {
+        "2",
+        "unfinished-4",
+    }
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])

@@ -1,17 +1,13 @@
-"""metrics.jsonl has each step once, goodput.json each start; failed writes end the run on all hosts; FLOPs and MFU."""
+"""metrics.jsonl has each step once, goodput.json each start; FLOPs and MFU."""
 
 import contextlib
-import errno
 import json
 import math
 
 import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.operations import goodput as goodput_module
 from maxtext_lite.operations.goodput import FILE, Goodput
-from maxtext_lite.training import failures as failures_module
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import MetricsLog
 from tests.process.test_phases import Clock
 
@@ -25,7 +21,7 @@ def log_after(tmp_path, lines, step):
             for each in lines
         )
     )
-    with contextlib.closing(MetricsLog(tmp_path, step, Failures())) as log:
+    with contextlib.closing(MetricsLog(tmp_path, step)) as log:
         return log.notes, path.read_bytes().splitlines()
 
 
@@ -39,7 +35,7 @@ def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
         2,
         3,
     ]  # step 2 has its evaluation's line too
-    with contextlib.closing(MetricsLog(tmp_path, 3, Failures())) as log:
+    with contextlib.closing(MetricsLog(tmp_path, 3)) as log:
         log.write({"step": 4, "loss": math.nan, "skipped": False, "name": "x"})
     assert (
         json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
@@ -81,7 +77,7 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(
 ):
     monkeypatch.setattr(goodput_module, "_EVERY_SECONDS", -1)
     clock = Clock()
-    first = Goodput(tmp_path, Failures(), clock)
+    first = Goodput(tmp_path, clock)
     first.resume(0)
     clock.passes(3, "compile")
     for step in (1, 2, 3, 4):
@@ -94,7 +90,7 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(
     assert start["seconds"] == {"start-up": 0, "compile": 3, "step": 8}
     clock.passes(9)  # killed: nobody wrote these down
     clock.restart()
-    second = Goodput(tmp_path, Failures(), clock)
+    second = Goodput(tmp_path, clock)
     second.resume(3)
     clock.passes(4, "step", 4)
     second.note({"step": 4})
@@ -106,34 +102,3 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(
         (0, 3),
         (3, 4),
     ]
-
-
-# ---- Failed writes -----------------------------------------------------------------------------
-
-
-def full():
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.fast
-def test_the_first_failure_is_kept_and_says_what_is_safe():
-    found = Failures()
-    found.raise_together()
-    found.newest = 40
-    for name in ("metrics.jsonl", "tensorboard"):
-        with found.of_writing(f"run/{name}"):
-            full()
-    found.newest = 60  # its save was under way, and ended well
-    assert found.found
-    with pytest.raises(
-        UserError, match=r"^run/metrics.jsonl .*safe: the checkpoint of step 60"
-    ):
-        found.raise_together()
-
-
-def test_only_the_first_host_writes_and_all_raise(monkeypatch):
-    assert Failures().on_first_host("path", lambda: 5) == 5
-    with pytest.raises(UserError, match="path cannot be written"):
-        Failures().on_first_host("path", full)
-    monkeypatch.setattr(failures_module.jax, "process_index", lambda: 1)
-    assert Failures().on_first_host("path", full) is None

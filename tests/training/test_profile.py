@@ -6,7 +6,6 @@ import pytest
 from maxtext_lite.config.keys import TracedSteps
 from maxtext_lite.operations import profiler as module
 from maxtext_lite.operations.profiler import Profile
-from maxtext_lite.training.failures import Failures
 
 
 @pytest.mark.fast
@@ -34,7 +33,7 @@ def test_the_steps_that_are_asked_for_are_traced_up_to_the_last(
     monkeypatch.setattr(
         jax.profiler, "stop_trace", lambda: traces[-1].__setitem__(1, step - 1)
     )
-    profile = Profile(tmp_path, asked, Failures(), tmp_path)
+    profile = Profile(tmp_path, asked, tmp_path)
     for step in range(first, 21):
         if step in demands:
             (tmp_path / "profile").write_text(demands[step])

@@ -15,7 +15,6 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.training import saving
 from maxtext_lite.training import saving as commit
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.saving import (
     Saver,
     check,
@@ -192,7 +191,7 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(
     items, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(saving.threading, "excepthook", lambda _: None)
-    saver = Saver(Failures())
+    saver = Saver()
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write_part", kill)
         saver.start(tmp_path / "3", items, on_commit=pytest.fail)

@@ -8,7 +8,6 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.operations.lock import Lease
 from maxtext_lite.training.checkpoint import CheckpointReader
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.loop import RunResult
 from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.opening import open_run
@@ -95,7 +94,7 @@ def test_what_is_held_or_no_run_or_needed_stays(earlier, tmp_path):
     )
     with pytest.raises(UserError, match=r"^load_parameters_path=.*here/hf"):
         check_removable(config, earlier)
-    other = Lease(earlier, Failures())
+    other = Lease(earlier)
     other.attempt()
     try:
         with (

@@ -46,7 +46,7 @@ def log_of(opened, monkeypatch):
 
     def make(counts=Counts(), **changed):  # noqa: B008 - it is frozen
         monkeypatch.setattr(opened, "config", config.model_copy(update=changed))
-        logs.append(MetricsLog(opened.directory, 0, opened.failures))
+        logs.append(MetricsLog(opened.directory, 0))
         return StepLog(opened, Terminal(log_period=1, quiet=True), logs[-1], counts)
 
     yield make

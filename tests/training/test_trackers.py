@@ -16,7 +16,6 @@ from maxtext_lite.operations.trackers import (
     WandB,
     open_trackers,
 )
-from maxtext_lite.training.failures import Failures
 
 RECORD = {
     "step": 4,
@@ -37,9 +36,7 @@ def config(*words):
 def test_tensorboard_has_numbers_texts_and_where_the_run_goes_on(tmp_path):
     from tensorboardX.proto import event_pb2
 
-    board = TensorBoard(
-        tmp_path / "tensorboard", 4, Failures(), {"plan": "rows  16\ntokens 4"}
-    )
+    board = TensorBoard(tmp_path / "tensorboard", 4, {"plan": "rows  16\ntokens 4"})
     board.write(RECORD)
     board.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -129,9 +126,7 @@ def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start
     assert not service.calls("finish")
     monkeypatch.setitem(sys.modules, "wandb", service)
     with pytest.raises(UserError, match=r"^log_to=wandb"):
-        open_trackers(
-            config("log_to=tensorboard,wandb"), tmp_path, 0, Failures(), {}, pytest.fail
-        )
+        open_trackers(config("log_to=tensorboard,wandb"), tmp_path, 0, {}, pytest.fail)
 
 
 def test_prometheus_reads_the_newest_numbers_on_this_machine_alone():
@@ -165,4 +160,4 @@ def test_prometheus_answers_where_it_is_told_to(tmp_path):
     for host in ("203.0.113.1", "no-such-host.invalid"):  # of no machine
         where = config("log_to=", f"prometheus_host={host}", "prometheus_port=9099")
         with pytest.raises(UserError, match=rf"^prometheus_host={host}.*[^.]\.$"):
-            open_trackers(where, tmp_path, 0, Failures(), {}, pytest.fail)
+            open_trackers(where, tmp_path, 0, {}, pytest.fail)
