@@ -11,7 +11,7 @@ from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
-from maxtext_lite.batching.plan import aligned
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,

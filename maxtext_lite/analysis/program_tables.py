@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxtext_lite.analysis.program import Program, Traffic
-from maxtext_lite.batching.plan import aligned
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config.errors import bytes_text
 

@@ -13,7 +13,8 @@ from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_exampl
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.batching.plan import BatchPlan, aligned, refusals, resolve, row_slots
+from maxtext_lite.batching.plan import BatchPlan, refusals, resolve, row_slots
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,

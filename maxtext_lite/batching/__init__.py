@@ -15,7 +15,6 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.plan import (
     BatchPlan,
-    format_plan,
     load_plan,
     make_plan,
     plan_batch,
@@ -24,6 +23,7 @@ from maxtext_lite.batching.plan import (
     scaled_optimizer,
 )
 from maxtext_lite.batching.schedule import BatchStage, RampupBatchManager, RunLength
+from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
 __all__ = [

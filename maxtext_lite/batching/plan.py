@@ -1,7 +1,7 @@
-"""The plan of a run: every batch size and what follows from it, its table and its JSON, without the machine."""
+"""The plan of a run: every batch size and what follows from it, without the machine."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
-from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
+from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.parameters import count_parameters, flops_per_example, master_bytes
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule, num_repeats
+from maxtext_lite.batching.rules import context_violations, model_violations, pipeline_violations
 from maxtext_lite.batching.schedule import (
     BatchStage,
     OptimizerScaling,
@@ -27,16 +28,9 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
-    CHUNKS,
     MOST_DEVICES,
-    SPLIT_TOGETHER,
     MeshSizes,
-    Scope,
     Topology,
-    mesh_changes,
-    mesh_key,
-    mesh_text,
-    model_dimensions,
     resolve_mesh,
     splits_residual,
     stated_axes,
@@ -44,13 +38,11 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config import BatchConfig, Config, Refusal, UserError, registry, remat_of
 from maxtext_lite.config.errors import (
-    any_of,
     bytes_text,
     counted,
     nearest_clause,
     number_text,
     rounded_text,
-    short_text,
     unwhole_text,
     value_text,
 )
@@ -60,20 +52,16 @@ from maxtext_lite.config.kernels import (
     Platform,
     kernel_named,
     planned_kernel,
-    token_multiple,
 )
-from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.load import defaults_of, read_config
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.violation import (
     Change,
-    Number,
     Violation,
     changed_config,
     divisors_around,
     multiples_around,
     suggest,
-    violates,
 )
 
 
@@ -424,9 +412,9 @@ def _derive_plan(
     axes = mesh or stated_axes(config)
     replicas = legal(_diloco_replicas(config, axes.total["data"]))
     broken.extend(scaling_violations(config, batch))
-    broken.extend(_model_violations(config, axes, num_devices))
-    broken.extend(_context_violations(config, axes.total["context"]))
-    broken.extend(_pipeline_violations(config, axes.total["stage"], axes.total["context"]))
+    broken.extend(model_violations(config, axes, num_devices))
+    broken.extend(context_violations(config, axes.total["context"]))
+    broken.extend(pipeline_violations(config, axes.total["stage"], axes.total["context"]))
     if broken or not (mesh and batch and readers and length):
         return broken
     num_stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
@@ -508,163 +496,7 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
     return Violation(key, message, (*multiples_around(data_axis, replicas), -1))
 
 
-def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
-    broken: list[Violation] = []
-    for axis, together in SPLIT_TOGETHER.items():
-        shards = math.prod(mesh.total[each] for each in together)
-        if shards == 1:
-            continue
-        chunks = CHUNKS[axis]
-        parts = shards * chunks
-        uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
-        if not uneven:
-            continue
-        scopes: tuple[tuple[Scope, Mapping[str, int]], ...] = (("ici", mesh.ici), ("dcn", mesh.dcn))
-        sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
-        key, size = next(iter(sizes.items()))
-        how = " x ".join(
-            f"{name}=-1, the remaining {part}," if getattr(config, name) == -1 else f"{name}={part}"
-            for name, part in sizes.items()
-        )
-        if chunks > 1:
-            how += f" x {chunks} chunks"
-        if parts != size:
-            how += f" = {parts}"
-        named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        near: list[Change] = []
-        if axis == "context":  # unlike the model's dims, the length is free to choose
-            unit = shards * math.lcm(chunks, max(config.num_vocab_tiling, 1))
-            near += _lengths(multiples_around(unit, config.max_target_length))
-        for name, part in sizes.items():
-            near += mesh_changes(config, num_devices, name, part)
-        broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
-    return broken
-
-
-def _lengths(tokens: Iterable[Number]) -> list[Change]:
-    return [{"max_target_length": each} for each in tokens]
-
-
-def _context_violations(config: Config, num_shards: int) -> list[Violation]:
-    """Refuses what context shards cannot run."""
-    if num_shards == 1:
-        return []
-    broken: list[Violation] = []
-    key, kernel = "attention", config.attention
-    unit = token_multiple("splash", num_shards)
-    if kernel == "splash" and config.max_target_length % unit:
-        length = "max_target_length"
-        message = (
-            f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
-            f"128 for each of 2 chunks on {num_shards} context shards."
-        )
-        near = _lengths(multiples_around(unit, config.max_target_length))
-        broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
-    if kernel != "auto" and not kernel_named(kernel).context_shards:
-        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
-        broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
-    foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
-    if foreign:
-        rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
-        attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
-        broken.append(violates(config, "layer_pattern", rule, attention))
-    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
-    tokens, rest = divmod(config.max_target_length, num_shards)
-    if not rest and tokens % pieces:
-        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
-        broken.append(Violation(key, message, tuple(divisors_around(tokens, pieces)), rule="tiles of a shard"))
-    return broken
-
-
-_WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
-    "num_pipeline_microbatches": (1, -1),
-    "num_layers_per_pipeline_stage": (1,),
-    "num_pipeline_repeats": (-1,),
-    "pipeline_schedule": ("gpipe",),
-}
 """Values that the pipeline's keys may have without a pipeline."""
-
-
-def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
-    if num_stages == 1:
-        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
-        return [
-            Violation(key, f"{key}={value} {no_effect}", plain[:1])
-            for key, plain in _WITHOUT_STAGES.items()
-            if (value := getattr(config, key)) not in plain
-        ]
-    key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
-    broken: list[Violation] = []
-    if pieces != -1 and pieces % num_stages:
-        message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
-        broken.append(Violation(key, message, tuple(multiples_around(num_stages, pieces))))
-    if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
-        broken.extend(_layer_violations(config, num_stages))
-    if config.pipeline_schedule == "1f1b":
-        broken.extend(_schedule_violations(config, num_stages, context))
-    return broken
-
-
-def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
-    """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
-    key = "pipeline_schedule"
-    broken: list[Violation] = []
-    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
-    if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
-        once = {"num_layers_per_pipeline_stage": layers // num_stages}
-        if config.num_pipeline_repeats not in (-1, 1):
-            once["num_pipeline_repeats"] = 1
-        message = (
-            f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
-            f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times."
-        )
-        broken.append(Violation(key, message, (once, "gpipe"), rule="1f1b rounds"))
-    tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
-    if tokens % parts:
-        tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
-        shards = f" x {context} context shards" if context > 1 else ""
-        message = (
-            f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
-            f"which {key}=1f1b splits the tokens of a microbatch for the loss."
-        )
-        near = multiples_around(parts, tokens)
-        broken.append(Violation("max_target_length", message, tuple(near), rule="1f1b tokens"))
-    return broken
-
-
-def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
-    """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
-    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
-    key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
-    first = config.first_num_dense_layers  # these run before the pipeline
-    rounds, rest = divmod(layers, num_stages * at_once)
-    named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
-    if rest:
-        near = divisors_around(layers // num_stages, at_once)
-        if layers % num_stages:
-            unit = num_stages * at_once * max(repeats, 1)
-            key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
-        product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
-        message = f"{named} is not a multiple of {product}."
-        return [Violation(key, message, tuple(near), rule="layers")]
-    if repeats not in (-1, rounds):
-        key = "num_pipeline_repeats"
-        message = (
-            f"{key}={repeats} x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
-            f"{repeats * num_stages * at_once} layers, but {named}."
-        )
-        return [Violation(key, message, (rounds,), rule="layers")]
-    patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
-    for name, pattern in patterns.items():
-        period = len(pattern)
-        if at_once % period and len(set(pattern)) > 1:
-            message = (
-                f"{key}={at_once} is not a multiple of the {period} layers of "
-                f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
-            )
-            unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
-            return [Violation(key, message, tuple(multiples_around(unit, at_once)), rule="layers")]
-    return []
 
 
 def refusals(
@@ -952,201 +784,3 @@ def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
             f"attention={kernel} keeps no context, because jax's call of cuDNN does not name it: with "
             f"remat_policy={config.remat_policy} the backward pass computes it again."
         )
-
-
-_MOST_STAGES = 12
-
-
-def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
-    """The plan, one quantity a line: batch, loading, pipeline, length, ramp, memory and kernel; then the warnings.
-
-    Args:
-      more: further rows, after that of memory.
-    """
-    rows = [*_batch_rows(plan), *_pipeline_rows(plan), *_length_rows(plan), *_optimizer_rows(plan)]
-    if plan.diloco_num_replicas is not None:
-        replicas, shards = plan.diloco_num_replicas, plan.mesh["data"]
-        held = f"{_count(replicas, 'replica')}, {replicas // shards} on each part of the data axis ({shards})"
-        rows.append(("local updates", f"{held}, synchronised every {plan.diloco_sync_period} steps"))
-    rows += [*_rampup_rows(plan), *_memory_rows(plan.memory), *more]
-    warnings = (f"warning: {warning}" for warning in plan.warnings)
-    return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """The rows of a table as lines; the columns with the numbers `right` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _decimal(value: Fraction) -> str:
-    """A number for reading that is never a ratio such as 3/38269."""
-    text = short_text(value)
-    return rounded_text(float(value)) if "/" in text else text
-
-
-def _batch_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    devices, accumulation = _count(plan.num_devices, "device"), plan.gradient_accumulation_steps
-    per_device, examples = number_text(plan.per_device_batch_size), _count(plan.global_batch_to_train, "example")
-    micro, slots = _count(plan.micro_batch_to_train, "example"), _count(plan.micro_batch_slots, "slot")
-    mesh, rows, tokens = mesh_text(plan.mesh, "all mesh axes 1"), plan.rows_per_example, plan.max_target_length
-    yield "num_devices", f"{plan.num_devices} = {mesh}, on {_count(plan.num_hosts, 'host')}"
-    if plan.rl is not None:
-        yield from plan.rl.rows()
-    yield "micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"
-    shards = f"{slots} over {_count(plan.batch_shards, 'batch shard')}"
-    yield "empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {shards} - {micro}"
-    yield "global_batch_to_train", f"{examples} = {per_device} per device x {devices} x {accumulation} accumulation"
-    if rows > 1:
-        step = plan.global_batch_to_train * rows
-        yield "rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step"
-    row = f"{tokens}" if rows == 1 else f"2 rows x {tokens}"
-    yield "tokens_per_step", f"{plan.tokens_per_step} = {examples} x {row} tokens"
-    if plan.rl is None:
-        yield from _reading_rows(plan)
-    if (shards := plan.mesh["context"]) > 1:
-        chunk = f"an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an example"
-        yield "context shards", f"{shards}, each with {chunk}"
-
-
-def _reading_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    per_device, devices = number_text(plan.eval_per_device_batch_size), _count(plan.num_devices, "device")
-    yield "eval batch", f"{_count(plan.eval_batch_examples, 'example')} = {per_device} per device x {devices}"
-    factor, share = plan.expansion_factor_real_data, plan.examples_per_loading_host
-    exact = plan.global_batch_to_train * factor
-    rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
-    examples = _count(plan.global_batch_to_train, "example")
-    slots = _count(plan.global_batch_to_load, "slot")
-    yield "global_batch_to_load", f"{slots} = {examples} x {number_text(factor)} expansion{rounded}"
-    read = f"{short_text(share)} example{'' if share == 1 else 's'}{'' if share.denominator == 1 else ' on average'}"
-    loads = _count(plan.loads_per_step, "load")
-    yield (
-        "loading_hosts",
-        f"{len(plan.loading_hosts)} of {plan.num_hosts}, each reads {read} in each of {loads} per step",
-    )
-
-
-def _pipeline_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
-    if plan.num_pipeline_stages == 1:
-        return
-    size, uneven = _count(plan.pipeline_microbatch_size, "example"), "" if micro % pieces == 0 else ", rounded up"
-    yield "pipeline_microbatch_size", f"{size} = micro-batch {micro} / {pieces} pipeline microbatches{uneven}"
-    yield "pipeline_bubble_fraction", _bubble_text(plan)
-    if len(plan.pipeline_schedules) > 1:
-        for name, cost in plan.pipeline_schedules.items():
-            bubble = f"bubble {float(cost.bubble_fraction):.4g}"
-            bytes_held = "" if cost.activations is None else f", activations {bytes_text(cost.activations)}"
-            yield f"with {name}", bubble + bytes_held
-
-
-def _bubble_text(plan: BatchPlan) -> str:
-    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
-    accumulation, bubble = plan.gradient_accumulation_steps, f"{float(plan.pipeline_bubble_fraction):.4g}"
-    if plan.pipeline_schedule == "1f1b":
-        return (
-            f"{bubble} = 2 x ({stages} stages - 1) / ({accumulation} accumulation x {pieces} microbatches + "
-            f"2 x ({stages} stages - 1)), once in a step"
-        )
-    text = (
-        f"{bubble} = ({stages} stages - 1) / ({_count(repeats, 'repeat')} x {pieces} microbatches + {stages} "
-        "stages - 1), in every micro-batch"
-    )
-    if accumulation == 1:
-        return text
-    merged = replace(plan.pipeline_shape, num_microbatches=pieces * accumulation, gradient_accumulation_steps=1)
-    return (
-        f"{text}; as one micro-batch of {pieces * accumulation} microbatches it would be "
-        f"{float(merged.bubble_fraction('gpipe')):.4g}, with {accumulation} times the activations"
-    )
-
-
-def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
-    rows = [("steps", f"{plan.steps}: {_count(total, 'example')}, {total * tokens} tokens")]
-    step, seen = plan.length.done
-    if step:
-        left = f"{_count(plan.steps - step, 'step')} and {_count(total - seen, 'example')} are left"
-        rows.append(("already done", f"{step}: {_count(seen, 'example')}, {seen * tokens} tokens; {left}"))
-    if plan.epochs is not None and plan.steps_per_epoch is not None:
-        rows.append(("epochs", f"{_decimal(plan.epochs)}; steps_per_epoch {_decimal(plan.steps_per_epoch)}"))
-    batch = plan.stage_at(plan.total_examples).global_batch_to_train
-    if plan.last_batch_examples is not None:
-        rows.append(("last batch", f"the last step has {plan.last_batch_examples} of {batch} examples"))
-    elif dropped := plan.dropped_examples:
-        verb = "is" if dropped == 1 else "are"
-        rows.append(("last batch", f"{_count(dropped, 'example')} at the end, of {batch}, {verb} dropped"))
-    return rows
-
-
-def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    scaling, multiplier = plan.scaling, plan.learning_rate_multiplier
-    ratio, rate = short_text(scaling.batch_ratio), scaling.scaled["learning_rate"]
-    if scaling.rule == "none":
-        return [("learning_rate", f"{rate:g} = {plan.learning_rate:g} x {multiplier:g}")]
-    root = "root of " if scaling.rule == "sqrt" else ""
-    how = {
-        "learning_rate": f"{plan.learning_rate:g} x {multiplier:g}, the {root}m",
-        "adam_b1": f"1 - m x (1 - {scaling.configured['adam_b1']:g})",
-        "adam_b2": f"1 - m x (1 - {scaling.configured['adam_b2']:g})",
-        "adam_eps": f"{scaling.configured['adam_eps']:g} / root of m",
-    }
-    base = plan.global_batch_to_train / scaling.batch_ratio
-    rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={short_text(base)}")]
-    for key, formula in how.items():
-        old, new = scaling.configured[key], scaling.scaled[key]
-        if new != old:
-            rows.append((key, f"{old:g} -> {new:g} = {formula}"))
-        elif key == "learning_rate":
-            rows.append((key, f"{new:g} = {formula}"))
-    return rows
-
-
-def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    ramp = plan.rampup
-    if ramp is None:
-        return
-    done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
-    target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
-    increment = number_text(ramp.per_device_batch_size_increment)
-    yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
-    each = short_text(ramp.samples_per_increment)
-    yield "samples_per_increment", f"{each} = {ramp.global_rampup_samples} / {ramp.num_increments}"
-    steps = f"{_count(last.first_step - 1 - done, 'step')}{' left' if done else ''}"
-    yield "ramp-up", f"{steps}; rampup_mode={ramp.mode}"
-    shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
-    for stage in shown:
-        assert stage.num_steps is not None
-        yield (
-            "",
-            f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
-            f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
-            f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
-        )
-    if len(shown) < len(stages):
-        yield "", f"... {len(stages) - len(shown)} more stages (--json has them all)"
-    yield "", f"from step {last.first_step}: {last.global_batch_to_train}"
-
-
-_WHEN = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}
-
-
-def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:
-    if not memory.is_known:
-        return
-    limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    parts = [f"{name} {bytes_text(memory.at_peak(part))}" for part, name in PARTS.items() if memory.at_peak(part)]
-    when = _WHEN.get(memory.peak, f"at the {memory.peak}")
-    yield "memory per device", f"{bytes_text(memory.total)}{limit} = {' + '.join(parts)}, {when}"
-    if memory.offloaded:
-        yield "in host memory", f"{bytes_text(memory.offloaded)} per device"

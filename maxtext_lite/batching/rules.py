@@ -1,0 +1,189 @@
+"""What a mesh cannot run: rules between a config and the sizes of its axes."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from maxtext_lite.batching.topology import (
+    CHUNKS,
+    SPLIT_TOGETHER,
+    MeshSizes,
+    Scope,
+    mesh_changes,
+    mesh_key,
+    model_dimensions,
+)
+from maxtext_lite.config import Config
+from maxtext_lite.config.errors import (
+    any_of,
+    value_text,
+)
+from maxtext_lite.config.kernels import (
+    kernel_named,
+    token_multiple,
+)
+from maxtext_lite.config.keys import ATTENTION_KINDS
+from maxtext_lite.config.violation import (
+    Change,
+    Number,
+    Violation,
+    divisors_around,
+    multiples_around,
+    violates,
+)
+
+_WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
+    "num_pipeline_microbatches": (1, -1),
+    "num_layers_per_pipeline_stage": (1,),
+    "num_pipeline_repeats": (-1,),
+    "pipeline_schedule": ("gpipe",),
+}
+
+
+def model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
+    broken: list[Violation] = []
+    for axis, together in SPLIT_TOGETHER.items():
+        shards = math.prod(mesh.total[each] for each in together)
+        if shards == 1:
+            continue
+        chunks = CHUNKS[axis]
+        parts = shards * chunks
+        uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
+        if not uneven:
+            continue
+        scopes: tuple[tuple[Scope, Mapping[str, int]], ...] = (("ici", mesh.ici), ("dcn", mesh.dcn))
+        sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
+        key, size = next(iter(sizes.items()))
+        how = " x ".join(
+            f"{name}=-1, the remaining {part}," if getattr(config, name) == -1 else f"{name}={part}"
+            for name, part in sizes.items()
+        )
+        if chunks > 1:
+            how += f" x {chunks} chunks"
+        if parts != size:
+            how += f" = {parts}"
+        named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
+        near: list[Change] = []
+        if axis == "context":  # unlike the model's dims, the length is free to choose
+            unit = shards * math.lcm(chunks, max(config.num_vocab_tiling, 1))
+            near += _lengths(multiples_around(unit, config.max_target_length))
+        for name, part in sizes.items():
+            near += mesh_changes(config, num_devices, name, part)
+        broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
+    return broken
+
+
+def _lengths(tokens: Iterable[Number]) -> list[Change]:
+    return [{"max_target_length": each} for each in tokens]
+
+
+def context_violations(config: Config, num_shards: int) -> list[Violation]:
+    """Refuses what context shards cannot run."""
+    if num_shards == 1:
+        return []
+    broken: list[Violation] = []
+    key, kernel = "attention", config.attention
+    unit = token_multiple("splash", num_shards)
+    if kernel == "splash" and config.max_target_length % unit:
+        length = "max_target_length"
+        message = (
+            f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
+            f"128 for each of 2 chunks on {num_shards} context shards."
+        )
+        near = _lengths(multiples_around(unit, config.max_target_length))
+        broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
+    if kernel != "auto" and not kernel_named(kernel).context_shards:
+        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
+        broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
+    foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
+    if foreign:
+        rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
+        attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
+        broken.append(violates(config, "layer_pattern", rule, attention))
+    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
+    tokens, rest = divmod(config.max_target_length, num_shards)
+    if not rest and tokens % pieces:
+        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
+        broken.append(Violation(key, message, tuple(divisors_around(tokens, pieces)), rule="tiles of a shard"))
+    return broken
+
+
+def pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+    if num_stages == 1:
+        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+        return [
+            Violation(key, f"{key}={value} {no_effect}", plain[:1])
+            for key, plain in _WITHOUT_STAGES.items()
+            if (value := getattr(config, key)) not in plain
+        ]
+    key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
+    broken: list[Violation] = []
+    if pieces != -1 and pieces % num_stages:
+        message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
+        broken.append(Violation(key, message, tuple(multiples_around(num_stages, pieces))))
+    if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
+        broken.extend(_layer_violations(config, num_stages))
+    if config.pipeline_schedule == "1f1b":
+        broken.extend(_schedule_violations(config, num_stages, context))
+    return broken
+
+
+def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+    """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
+    key = "pipeline_schedule"
+    broken: list[Violation] = []
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
+    if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
+        once = {"num_layers_per_pipeline_stage": layers // num_stages}
+        if config.num_pipeline_repeats not in (-1, 1):
+            once["num_pipeline_repeats"] = 1
+        message = (
+            f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
+            f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times."
+        )
+        broken.append(Violation(key, message, (once, "gpipe"), rule="1f1b rounds"))
+    tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
+    if tokens % parts:
+        tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
+        shards = f" x {context} context shards" if context > 1 else ""
+        message = (
+            f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
+            f"which {key}=1f1b splits the tokens of a microbatch for the loss."
+        )
+        near = multiples_around(parts, tokens)
+        broken.append(Violation("max_target_length", message, tuple(near), rule="1f1b tokens"))
+    return broken
+
+
+def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
+    """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
+    key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
+    first = config.first_num_dense_layers  # these run before the pipeline
+    rounds, rest = divmod(layers, num_stages * at_once)
+    named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
+    if rest:
+        near = divisors_around(layers // num_stages, at_once)
+        if layers % num_stages:
+            unit = num_stages * at_once * max(repeats, 1)
+            key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
+        product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
+        message = f"{named} is not a multiple of {product}."
+        return [Violation(key, message, tuple(near), rule="layers")]
+    if repeats not in (-1, rounds):
+        key = "num_pipeline_repeats"
+        message = (
+            f"{key}={repeats} x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
+            f"{repeats * num_stages * at_once} layers, but {named}."
+        )
+        return [Violation(key, message, (rounds,), rule="layers")]
+    patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
+    for name, pattern in patterns.items():
+        period = len(pattern)
+        if at_once % period and len(set(pattern)) > 1:
+            message = (
+                f"{key}={at_once} is not a multiple of the {period} layers of "
+                f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
+            )
+            unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
+            return [Violation(key, message, tuple(multiples_around(unit, at_once)), rule="layers")]
+    return []
