@@ -224,7 +224,7 @@ class Watchdog(Observer):
     def look(self) -> Verdict | None:
         """The verdict that ends the run; None while it moves."""
         if self._verdict or self._phase == "end":
-            return self._verdict
+            return None if self.stamp().has_failed else self._verdict  # one that has failed leaves by itself
         grace = max(GRACE_SECONDS / 2 if self._crash else GRACE_SECONDS, self._stale)
         silent_after = grace if self._crash else max(self._least, self._stale)
         if self._store is None:
