@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
-from maxtext_lite.config.errors import did_you_mean, echoed, value_text
-from maxtext_lite.config.hints import key_hint, words_hint, words_meant
+from maxtext_lite.config.errors import did_you_mean, sanitize_for_terminal, value_text
+from maxtext_lite.config.hints import key_hint, parse_loose_override, words_hint
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.phases import observers
@@ -93,7 +93,7 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
-        if has_file and not Path(words[0]).exists() and words_meant(words, self.keys()):
+        if has_file and not Path(words[0]).exists() and parse_loose_override(words, self.keys()):
             has_file = False  # key=value in another notation, which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
@@ -339,7 +339,7 @@ def _exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         return main(argv)
     except UserError as error:
         for problem in error.problems:
-            complain(f"error: {echoed(problem)}")
+            complain(f"error: {sanitize_for_terminal(problem)}")
         return EXIT_USER_ERROR
     except SystemExit as end:  # from argparse, after --help
         return int(end.code or 0)
@@ -348,8 +348,8 @@ def _exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         if not isinstance(error, MemoryError) and not said.startswith("RESOURCE_EXHAUSTED"):
             raise
         complain(
-            f"error: the memory is full: {echoed(said[:_MOST_SAID])} Use fewer or shorter examples or prompts at once, "
-            "or fewer new tokens; in training also remat_policy=full. `plan` shows what takes how much."
+            f"error: the memory is full: {sanitize_for_terminal(said[:_MOST_SAID])} Use fewer or shorter examples or "
+            "prompts at once, or fewer new tokens; in training also remat_policy=full. `plan` shows what takes what."
         )
         return EXIT_USER_ERROR
 

@@ -81,7 +81,7 @@ class CommandSignals:
         """
         self._ask = ask
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Makes a signal end the process as before the first `ask`: another run begins, with nothing to save yet.
 
         Ends it now if the run before was asked to stop and failed before it did.

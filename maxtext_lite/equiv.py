@@ -21,11 +21,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each split")
     arguments = parser.parse(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"  # also where there are other devices
-    from maxtext_lite.analysis.equiv import TOLERANCE, verdicts
+    from maxtext_lite.analysis.equiv import TOLERANCE, compare_splits
 
     agrees, worst, count = True, 0.0, 0
     with scratch_directory("maxtext_lite-equiv-") as directory:
-        for verdict in verdicts(arguments.config, arguments.overrides, directory):
+        for verdict in compare_splits(arguments.config, arguments.overrides, directory):
             agrees &= verdict.agrees
             count += not verdict.refused
             worst = max(worst, verdict.loss or 0.0, verdict.parameters or 0.0)

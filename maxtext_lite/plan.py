@@ -252,12 +252,14 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
     """
     if not isinstance(config.dataset_path, SourceList):
         return {}, []
-    from maxtext_lite.data.mixture import early_end, in_run, mixture_sentences, mixture_table, steps_left
+    from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table, steps_left, with_history
 
-    source, _ = in_run(config, _training_source(config))
+    source, _ = with_history(config, _training_source(config))
     steps = steps_left(config, plan, source, step=0, examples_seen=0)
     end = plan.length.examples_after(steps, 0)
-    sentences = mixture_sentences(config, source, 0, end) + early_end(config, plan, steps=steps, examples_seen=end)
+    sentences = mixture_sentences(config, source, 0, end) + early_stop_note(
+        config, plan, steps=steps, examples_seen=end
+    )
     return {"mixture": mixture_table(source, 0, end)}, sentences
 
 

@@ -89,14 +89,14 @@ def ours(work: Workload, dtype: str) -> Step:
     from maxtext_lite.config import load_config
     from maxtext_lite.parallel import MESH_AXES, accelerator_of, make_mesh, sharding
     from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-    from maxtext_lite.training.state import StepParts, init_state, make_decoder
+    from maxtext_lite.training.state import StepContext, init_state, make_decoder
     from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
     config = load_config(None, overrides(work, dtype))
     ones = dict.fromkeys(MESH_AXES, 1)
     mesh = make_mesh(ones, ones, jax.devices()[:1])
     decoder = make_decoder(config, accelerator_of(jax.devices()[0]))
-    parts = StepParts(decoder, make_optimizer(config, decoder.trained(decoder.axes)), mesh, config)
+    parts = StepContext(decoder, make_optimizer(config, decoder.trained(decoder.axes)), mesh, config)
     state = init_state(parts, 0)
     schedule = learning_rate_schedule(config, last=config.steps)
     step = make_train_step(parts, schedule)

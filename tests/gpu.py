@@ -16,7 +16,7 @@ from maxtext_lite.data import example_shape, field_dtype
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import StepParts, abstract_state, make_decoder
+from maxtext_lite.training.state import StepContext, abstract_state, make_decoder
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
 
@@ -75,7 +75,7 @@ def step_for_gpu(monkeypatch, overrides, *, num_devices, accelerator):
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, jax.devices()[:num_devices])
     decoder = make_decoder(config, accelerator, plan)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    parts = StepParts(decoder, optimizer, mesh, config, objective_of(config))
+    parts = StepContext(decoder, optimizer, mesh, config, objective_of(config))
     step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
     state = abstract_state(parts)
     tokens, fields = example_shape(config)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from maxtext_lite.data.mixture import (
+    MixtureComponent,
+    MixtureSchedule,
     MixtureSource,
-    RowStream,
-    SourcePart,
     continued,
     history_of,
 )
@@ -142,7 +142,7 @@ def random_parts(rng, sources):
         most = None
         if number and rng.random() < 0.4:  # the first goes on
             most = rng.randint(0, 3 * len(sources[name]))
-        parts.append(SourcePart(name, name, str(weight), most))
+        parts.append(MixtureComponent(name, name, str(weight), most))
     return parts
 
 
@@ -163,7 +163,7 @@ def try_history(number: int) -> int:
             counters.mix(parts)
         parts = sorted(parts, key=lambda part: part.fingerprint)
         own = [sources[part.fingerprint] for part in parts]
-        stream = RowStream(history)
+        stream = MixtureSchedule(history)
         mixture = MixtureSource(tuple(parts), tuple(own), stream)
         count = rng.randint(1, 200)
         for example in mixture.ids_of_run(seen, count, SEED).tolist():

@@ -12,7 +12,7 @@ from maxtext_lite.console import complain
 from maxtext_lite.data import Balance, MixtureSource, hash_of_run
 from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.feed import training_batches
-from maxtext_lite.data.mixture import in_run, steps_left
+from maxtext_lite.data.mixture import steps_left, with_history
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.opening import open_data, start_run
@@ -36,7 +36,7 @@ def read_data(config: Config, *, with_ids: bool) -> None:
     """
     start_run(config)
     plan, (source, _) = open_data(config)
-    source, _ = in_run(config, source)
+    source, _ = with_history(config, source)
     excluded = excluded_ids(source, listed_rows_on_hosts(config, source))
     num_steps = steps_left(config, plan, source, step=0, examples_seen=0)
     is_first, seed = jax.process_index() == 0, config.data_shuffle_seed
@@ -59,7 +59,7 @@ def read_data(config: Config, *, with_ids: bool) -> None:
             imbalances += [] if batch.attention_imbalance is None else [batch.attention_imbalance]
             if with_ids and is_first:
                 ids = batch.example_ids
-                named = source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
+                named = source.row_ids(ids) if isinstance(source, MixtureSource) else ids.tolist()
                 print(json.dumps({"step": step, "examples_hash": hash_of_run(source, ids), "ids": named}))
             elif (now := time.perf_counter()) - since >= _SECONDS_BETWEEN_LINES and is_first:
                 print(f"step {step}/{num_steps}  {(seen - shown) / (now - since):,.0f} rows/s", flush=True)

@@ -249,7 +249,7 @@ class Verdict:
         return not self.difference
 
 
-def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
+def compare_splits(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
     """Runs a shrunk config on simulated devices, whole and split; yields the verdict of each split once it has run.
 
     Args:

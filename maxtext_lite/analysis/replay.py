@@ -22,10 +22,10 @@ from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
-from maxtext_lite.data.mixture import ids_of_run, in_run
+from maxtext_lite.data.mixture import ids_of_run, with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import Tree
-from maxtext_lite.training.checkpoint import Starts, first_parameters, resume_between, settings_at
+from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
 from maxtext_lite.training.compile import reading_compiled
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import LossSpike
@@ -179,7 +179,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         config = config_of_run(run)
         if config.run_kind == "rl":
             return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
-        source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
+        source, _ = with_history(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)
     ids = ids_of_run(
@@ -187,7 +187,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
     )
     if hash_of_run(source, ids) != record["examples_hash"]:
         return "those of config.yml have another examples_hash: the data or the mixture has changed"
-    return source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
+    return source.row_ids(ids) if isinstance(source, MixtureSource) else ids.tolist()
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Replay:
     rows: Sequence[RowLoss] | None
 
 
-class _Kept:
+class _InMemoryLog:
     """The records of steps in memory, in place of metrics.jsonl."""
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ def replayed(
     )
 
 
-class _Repeated(NamedTuple):
+class _ReplayedSteps(NamedTuple):
     """The steps of a run done again: those after `after`, whether compiled anew, and the last one's rows."""
 
     records: Sequence[Record]
@@ -362,15 +362,15 @@ class _Repeated(NamedTuple):
 def _repeated(
     run: TrainingRun[Any],
     step: int,
-    starts: Starts,
+    starts: RestartHistory,
     lines: Mapping[tuple[int, bool], Record],
     *,
     with_rows: bool,
     say: Callable[[str], None],
-) -> _Repeated:
+) -> _ReplayedSteps:
     """The steps from the nearest checkpoint before `step`."""
-    terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
-    run.read_before(step, say)
+    terminal, kept, rows = Terminal(log_period=1, quiet=True), _InMemoryLog(), None
+    run.open_read_only(step, say)
     state, counts = run.restore_or_init()
     after = counts.step
     if after == 0 and run.config.load_parameters_path != (first_parameters(starts) or run.config.load_parameters_path):
@@ -395,10 +395,10 @@ def _repeated(
             except LossSpike as error:  # as it may have been in the run
                 say(str(error))
                 break
-    return _Repeated(kept.records, after, steps.compiled_anew, rows)
+    return _ReplayedSteps(kept.records, after, steps.compiled_anew, rows)
 
 
-def _with_first_parameters(config: Config, starts: Starts, step: int) -> Config:
+def _with_first_parameters(config: Config, starts: RestartHistory, step: int) -> Config:
     """The config with the run's own first parameters; with none, which may be gone, where a checkpoint comes before.
 
     Older runs do not say which these were: config.yml has those of the newest start.
@@ -423,7 +423,7 @@ def _compared(
     return compared, [number for number, of in compared.items() if not all(same for _, _, same in of.values())]
 
 
-def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, Starts]:
+def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, RestartHistory]:
     """The config with which a run took a step, with the given directory as its run directory, wherever it was written.
 
     config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed, also returned.
@@ -448,7 +448,7 @@ def _not_replayed(directory: Path, kind: str, why: str) -> str:
     return f"RUN_DIR={directory} is a run of {kind}: {why}. replay takes pre-training and SFT."
 
 
-def _starts(checkpoints: Path) -> tuple[int, Starts]:
+def _starts(checkpoints: Path) -> tuple[int, RestartHistory]:
     """The newest checkpoint that can list the run's starts, and its list; (0, []) without one."""
     for saved in reversed(steps_in(checkpoints)):
         if check(checkpoints / str(saved), ("about",)).problem is None:

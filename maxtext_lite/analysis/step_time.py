@@ -34,7 +34,7 @@ from maxtext_lite.config.weights import (
     model_shape,
     num_inputs,
     num_parts,
-    of_one,
+    per_tensor_axes,
     stacks_of,
 )
 
@@ -67,7 +67,7 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
     """
     copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
     for count, weight in trained_matrices(config, mesh):
-        axes, over_data = of_one(weight.axes), axis_over_data(config, mesh, count, weight)
+        axes, over_data = per_tensor_axes(weight.axes), axis_over_data(config, mesh, count, weight)
         dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
         inputs, outputs = (math.prod(dims[:cut]), axes[:cut]), (math.prod(dims[cut:]), axes[cut:])
         (m, of_rows), (n, of_columns) = sorted((inputs, outputs), key=lambda side: side[0])
@@ -542,7 +542,7 @@ def _matmul(
     path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, backward: int
 ) -> Iterator[Operation]:
     """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
-    axes = of_one(weight.axes)
+    axes = per_tensor_axes(weight.axes)
     dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
     into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
     out = math.prod(dims[cut:]) / _used(axes[cut:], sizes)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import number_text, unwhole_text
+from maxtext_lite.config.errors import fraction_text, number_text
 from maxtext_lite.config.violation import Violation, around, divisors, divisors_around, multiples_around
 
 
@@ -138,7 +138,7 @@ def _ratio_text(value: Fraction) -> str:
     if len(text) <= 8 and "/" not in text:
         return text
     text = f"{float(value):.2f}"
-    return unwhole_text(value) if text.endswith(".00") else text
+    return fraction_text(value) if text.endswith(".00") else text
 
 
 def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violation:

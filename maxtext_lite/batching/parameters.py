@@ -102,7 +102,7 @@ STACKED = "stacked"
 
 def axis_over_data(config: Config, mesh: Mapping[str, int], count: int, weight: Weight) -> str | None:
     """The axis that shard_optimizer_over_data splits in a stack of `count` matrices on a device, or STACKED; None
-    without that key, or where none divides. See `parallel.also_over_data`."""
+    without that key, or where none divides. See `parallel.zero1_sharding`."""
     data = mesh.get("data", 1)
     if not config.shard_optimizer_over_data or data == 1:
         return None

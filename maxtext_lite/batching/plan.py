@@ -40,10 +40,10 @@ from maxtext_lite.config import BatchConfig, Config, Refusal, UserError, registr
 from maxtext_lite.config.errors import (
     bytes_text,
     counted,
+    fraction_text,
     nearest_clause,
     number_text,
     rounded_text,
-    unwhole_text,
     value_text,
 )
 from maxtext_lite.config.kernels import (
@@ -460,7 +460,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Viol
         loads = 1 / factor
         return Violation(
             key,
-            f"{key}={number_text(factor)} is 1/x = {unwhole_text(loads)} loads per step, not a whole number.",
+            f"{key}={number_text(factor)} is 1/x = {fraction_text(loads)} loads per step, not a whole number.",
             (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
         )
     hosts = num_hosts / factor
@@ -471,7 +471,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Viol
     return Violation(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-        f"{unwhole_text(hosts)} loading hosts, not a whole number.",
+        f"{fraction_text(hosts)} loading hosts, not a whole number.",
         (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import number_text, short_text, unwhole_text
+from maxtext_lite.config.errors import fraction_text, number_text, short_text
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
 from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
 
@@ -260,7 +260,7 @@ def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violat
         return [Violation(_INCREMENT, message, near, rule="few increments")]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {unwhole_text(steps)} increments, not a whole number."
+        f"{_INCREMENT}={number_text(increment)} is {fraction_text(steps)} increments, not a whole number."
     )
     return [Violation(_INCREMENT, message, near, rule="whole increments")]
 
@@ -276,7 +276,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit:
     return [
         Violation(
             key,
-            f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
+            f"{key}={number_text(value)} {times} = {fraction_text(value / unit)} {what}, not a whole number.",
             (*multiples_around(unit, value), _NO_RAMP),
             rule=f"{key} is whole",
         )
@@ -415,7 +415,7 @@ def derive_length(
     if stated is not None and stated.denominator != 1:
         return Violation(
             "num_epochs",
-            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(stated, 6)} "
+            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {fraction_text(stated, 6)} "
             "examples, not a whole number.",
             (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
             rule="num_epochs is whole",

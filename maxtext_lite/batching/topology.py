@@ -120,9 +120,9 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
 
 
-def mesh_text(mesh: Mapping[str, int], of_one: str = "one device") -> str:
-    """`fsdp 4 x tensor 2`: the axes that split something; `of_one` where none does."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or of_one
+def mesh_text(mesh: Mapping[str, int], per_tensor_axes: str = "one device") -> str:
+    """`fsdp 4 x tensor 2`: the axes that split something; `per_tensor_axes` where none does."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or per_tensor_axes
 
 
 SPLIT_TOGETHER = {

@@ -70,7 +70,7 @@ def decimal_text(fraction: Fraction) -> str:
     return f"{'-' if fraction < 0 else ''}{whole}{decimals}"
 
 
-def unwhole_text(value: Fraction, digits: int = 4) -> str:
+def fraction_text(value: Fraction, digits: int = 4) -> str:
     """A number that is not whole, for reading: in `digits` digits, or in more where it would look whole in these."""
     for enough in range(digits, _MOST_DIGITS):
         text = f"{float(value):.{enough}g}"
@@ -144,7 +144,7 @@ _LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 _LONGEST_LINE = 4000
 
 
-def echoed(problem: str) -> str:
+def sanitize_for_terminal(problem: str) -> str:
     """A problem as one line for a terminal: control characters escaped, and what is too long shortened.
 
     Every message that quotes the command line or a file passes through here.

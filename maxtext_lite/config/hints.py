@@ -104,7 +104,7 @@ def key_hint(name: str, known: Collection[str]) -> str:
     return f" Did you mean '{meant}'?" if meant else did_you_mean(name, known)
 
 
-def words_meant(words: Sequence[str], known: Collection[str]) -> tuple[str, int] | None:
+def parse_loose_override(words: Sequence[str], known: Collection[str]) -> tuple[str, int] | None:
     """`key=value` for words that begin with a key in another notation, and the number of words that it stands for.
 
     `--steps=5`, `steps:5`, `--steps 5`, `steps 5` and `steps = 5` mean `steps=5`. None where no key is meant.
@@ -123,7 +123,7 @@ def words_meant(words: Sequence[str], known: Collection[str]) -> tuple[str, int]
 
 def words_hint(words: Sequence[str], known: Collection[str]) -> str:
     """The clause ` Did you mean 'steps=5'?`, or empty text."""
-    meant = words_meant(words, known)
+    meant = parse_loose_override(words, known)
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 

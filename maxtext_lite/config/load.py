@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import Refusal, UserError, full_text, value_text, without_secrets
-from maxtext_lite.config.hints import key_hint, missing_file, missing_model, missing_parameters, words_meant
+from maxtext_lite.config.hints import key_hint, missing_file, missing_model, missing_parameters, parse_loose_override
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.keys import (
     TOKENIZER_FILES,
@@ -420,7 +420,7 @@ def _override_layer(
         override = waiting[0]
         key, equals, text = override.partition("=")
         if not equals:
-            meant = words_meant(waiting, known_keys())
+            meant = parse_loose_override(waiting, known_keys())
             hint = f" Did you mean '{value_text(meant[0])}'?" if meant else ""
             _refuse(problems, f"'{value_text(override)}' (command line) is not of the form key=value.{hint}")
             del waiting[: meant[1] if meant else 1]

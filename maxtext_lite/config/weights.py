@@ -49,7 +49,7 @@ def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
 
 
-def of_one(axes: tuple[str, ...]) -> tuple[str, ...]:
+def per_tensor_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The logical axes of one layer's and one expert's tensor, from those of a stack, whose dims come first."""
     return tuple(axis for axis in unstacked(axes) if axis != "experts")
 
@@ -73,7 +73,7 @@ def num_inputs(axes: tuple[str, ...]) -> int:
 
 def halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """An entry for each dim of a weight, rearranged for LoRA's a [..., *in, r] and b [..., r, *out]."""
-    matrix = of_one(axes)
+    matrix = per_tensor_axes(axes)
     first = len(axes) - len(matrix)
     cut = first + num_inputs(matrix)
     return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])

@@ -66,7 +66,7 @@ class RowLayout:
         return over_all_devices(_mesh(self.sharding), self.slot_dim)
 
     def to_devices(self, host: int, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This host's part of the global arrays, on its devices: the step's arrays, or load arrays for `hand_out`.
+        """This host's part of the global arrays, on its devices: the step's arrays, or load arrays for `reshard`.
 
         Args:
           fields: this host's rows, in the shape `shape` with only the slots `slots_of_host[host]`.
@@ -75,7 +75,7 @@ class RowLayout:
             return {name: self._own_slots(rows, self.slots_of_host[host]) for name, rows in fields.items()}
         return {name: self._load_array(rows, host) for name, rows in fields.items()}
 
-    def hand_out(self, loaded: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def reshard(self, loaded: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays of the step. All hosts call it, in the same order as their other device work."""
         if self.load_positions is None:
             return loaded
@@ -445,7 +445,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         self._ahead = self._thread.submit(self._load)
         ids, imbalance, fields, segment = loaded
         # Not in the thread: all hosts must begin their collective operations in the same order.
-        arrays = segment.layout.hand_out(fields)
+        arrays = segment.layout.reshard(fields)
         return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, imbalance)
 
     def close(self) -> None:

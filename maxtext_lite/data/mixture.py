@@ -218,7 +218,7 @@ _SALT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class SourcePart:
+class MixtureComponent:
     """The part of a source in a mixture.
 
     Attributes:
@@ -245,12 +245,12 @@ class Mixture:
 
     examples_seen: int
     tokens_seen: int
-    parts: tuple[SourcePart, ...]
+    parts: tuple[MixtureComponent, ...]
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Mixture:
         """The mixture in a checkpoint's JSON."""
-        parts = tuple(SourcePart(**part) for part in entries["parts"])
+        parts = tuple(MixtureComponent(**part) for part in entries["parts"])
         return cls(entries["examples_seen"], entries["tokens_seen"], parts)
 
     @property
@@ -267,12 +267,12 @@ History = tuple[Mixture, ...]
 """The mixtures of a run, the first from example 0."""
 
 
-def history_of(parts: Sequence[SourcePart]) -> History:
+def history_of(parts: Sequence[MixtureComponent]) -> History:
     """The history of a run that begins with these parts."""
     return (Mixture(0, 0, tuple(sorted(parts, key=lambda part: part.fingerprint))),)
 
 
-def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: int, tokens_seen: int) -> History:
+def continued(history: History, parts: Sequence[MixtureComponent], *, examples_seen: int, tokens_seen: int) -> History:
     """The history of a run that continues with these parts after `examples_seen` examples.
 
     Raises:
@@ -302,7 +302,7 @@ def as_json(history: History) -> list[dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class MixtureSegment:
     """Rows mixed by one rule: from the first row of a mixture, or from where a source was left out.
 
     Attributes:
@@ -323,7 +323,7 @@ class Stretch:
         return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
 
 
-class RowStream:
+class MixtureSchedule:
     """The row at each position of a run, according to its history. Picklable and immutable.
 
     A source that has reached its limit is left out from its next turn on; the others continue by their weights.
@@ -339,7 +339,7 @@ class RowStream:
     def __init__(self, history: History):
         first, self.last = history[0].parts, history[-1]
         self.lone = first[0].fingerprint if len(first) == 1 else None
-        self.stretches: list[Stretch] = []
+        self.stretches: list[MixtureSegment] = []
         given: dict[str, int] = {}
         ends = [mixture.examples_seen for mixture in history[1:]]
         for mixture, end in zip(history, [*ends, None], strict=True):
@@ -405,19 +405,19 @@ class RowStream:
 
 
 def _stretch(
-    live: Sequence[SourcePart], start: int, end: int | None, given: Mapping[str, int]
-) -> tuple[Stretch, SourcePart | None]:
+    live: Sequence[MixtureComponent], start: int, end: int | None, given: Mapping[str, int]
+) -> tuple[MixtureSegment, MixtureComponent | None]:
     """The rows from `start` that these sources give, and the source whose limit ends them before `end`, if any."""
     rule = rule_of([Fraction(part.row_weight) for part in live])
     before = tuple(given.get(part.fingerprint, 0) for part in live)
-    ended: SourcePart | None = None
+    ended: MixtureComponent | None = None
     for number, (part, rows) in enumerate(zip(live, before, strict=True)):
         if part.most_rows is None:
             continue
         stop = start + position_of(rule, number, max(part.most_rows - rows, 0))
         if end is None or stop < end:
             end, ended = stop, part
-    return Stretch(start, end, tuple(part.fingerprint for part in live), rule, before), ended
+    return MixtureSegment(start, end, tuple(part.fingerprint for part in live), rule, before), ended
 
 
 MIXTURE = "mixture:"
@@ -437,9 +437,9 @@ class MixtureSource:
       stream: the example at each position of the run; None for held-out examples, which have no such positions.
     """
 
-    parts: tuple[SourcePart, ...]
+    parts: tuple[MixtureComponent, ...]
     sources: tuple[ExampleSource, ...]
-    stream: RowStream | None = None
+    stream: MixtureSchedule | None = None
 
     @functools.cached_property
     def _first_ids(self) -> np.ndarray:
@@ -518,7 +518,7 @@ class MixtureSource:
         """The number of each example's source; int64."""
         return np.searchsorted(self._first_ids, ids, side="right") - 1
 
-    def with_stream(self, stream: RowStream) -> MixtureSource:
+    def with_stream(self, stream: MixtureSchedule) -> MixtureSource:
         """The same sources in a run with this history."""
         return dataclasses.replace(self, stream=stream)
 
@@ -548,7 +548,7 @@ class MixtureSource:
             hashed[own] = rows + np.uint64(self._stream.salt(part.fingerprint))
         return hashed
 
-    def named_rows(self, ids: np.ndarray) -> list[tuple[str, int]]:
+    def row_ids(self, ids: np.ndarray) -> list[tuple[str, int]]:
         """For each example the name of its source and its number there."""
         numbers = self._numbers(ids)
         rows = (ids - self._first_ids[numbers]).tolist()
@@ -574,7 +574,7 @@ class MixtureSource:
         }
 
     @property
-    def _stream(self) -> RowStream:
+    def _stream(self) -> MixtureSchedule:
         assert self.stream is not None, "these examples belong to no run"
         return self.stream
 
@@ -602,7 +602,7 @@ def joined(config: DataConfig, opened: Sequence[Opened], held_out: Sequence[Exam
     if not isinstance(config.eval_dataset_path, SourceList):
         return training, held_out_of_training
     named = zip(config.eval_dataset_path.entries, held_out, strict=True)
-    parts = tuple(SourcePart(entry.name, source.fingerprint, "1", None) for entry, source in named)
+    parts = tuple(MixtureComponent(entry.name, source.fingerprint, "1", None) for entry, source in named)
     return training, MixtureSource(parts, tuple(held_out))
 
 
@@ -638,7 +638,7 @@ def opened_sources(config: Config, *, vocab_size: int | None) -> tuple[Sequence[
     return opened, held_out
 
 
-def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:
+def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[MixtureComponent]:
     """The part of each source in the mixture of a config; a single source has all of it.
 
     A weight is a share of target tokens; divided by the mean target tokens of the source's rows, it is one of rows.
@@ -649,10 +649,10 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Sourc
     if isinstance(sources[0], MixtureSource):
         return list(sources[0].parts)
     if isinstance(sources[0], OwnExamples):
-        return [SourcePart("", sources[0].fingerprint, "1", None)]
+        return [MixtureComponent("", sources[0].fingerprint, "1", None)]
     if not isinstance(config.dataset_path, SourceList):
-        return [SourcePart(name_of_path(config.dataset_path), sources[0].fingerprint, "1", None)]
-    parts: dict[str, SourcePart] = {}
+        return [MixtureComponent(name_of_path(config.dataset_path), sources[0].fingerprint, "1", None)]
+    parts: dict[str, MixtureComponent] = {}
     for entry, source in zip(config.dataset_path.entries, sources, strict=True):
         if twin := parts.get(source.fingerprint):
             raise UserError(
@@ -661,11 +661,11 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Sourc
             )
         most = None if entry.max_epochs == -1 else int(entry.max_epochs * len(source))
         weight = entry.weight * len(source) / source.num_target_tokens
-        parts[source.fingerprint] = SourcePart(entry.name, source.fingerprint, str(weight), most)
+        parts[source.fingerprint] = MixtureComponent(entry.name, source.fingerprint, str(weight), most)
     return list(parts.values())
 
 
-def _in_order(parts: Sequence[SourcePart], sources: Sequence[ExampleSource]) -> MixtureSource:
+def _in_order(parts: Sequence[MixtureComponent], sources: Sequence[ExampleSource]) -> MixtureSource:
     ordered = sorted(zip(parts, sources, strict=True), key=lambda pair: pair[0].fingerprint)
     return MixtureSource(tuple(part for part, _ in ordered), tuple(source for _, source in ordered))
 
@@ -723,7 +723,7 @@ def _target_tokens(source: ExampleSource, first: int, stop: int, seed: int) -> i
     return tokens
 
 
-def in_run(
+def with_history(
     config: DataConfig, source: Any, saved: Sequence[Mapping[str, Any]] = (), seen: tuple[int, int] = (0, 0)
 ) -> tuple[Any, list[dict[str, Any]]]:
     """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
@@ -744,9 +744,9 @@ def in_run(
         before = tuple(Mixture.of(entries) for entries in saved)
         history = continued(before, parts, examples_seen=seen[0], tokens_seen=seen[1])
     if isinstance(source, MixtureSource):
-        source = source.with_stream(RowStream(history))
+        source = source.with_stream(MixtureSchedule(history))
     elif len(history) > 1:
-        source = MixtureSource(tuple(parts), (source,), RowStream(history))
+        source = MixtureSource(tuple(parts), (source,), MixtureSchedule(history))
     return source, as_json(history)
 
 
@@ -834,7 +834,7 @@ def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> 
     ]
 
 
-def early_end(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
+def early_stop_note(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
     """A sentence on the learning rate of a run that its data end before its schedule does; [] for any other run.
 
     The schedule ends where the run would without a limit of its data, as a run that resumes with more needs it.

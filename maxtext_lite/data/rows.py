@@ -352,7 +352,7 @@ ABOUT = "index.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class FittedRows:
+class BestFitRows:
     """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
 
     A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
@@ -434,10 +434,10 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
         windows = list(_windows(document_starts, num_tokens))
         pieces = np.concatenate([np.zeros((0, 2), np.int64), *(window.pieces for window in windows)])
         rows = np.concatenate([np.zeros((1, 2), np.int64), *(window.rows for window in windows)])
-        return FittedRows(pieces, rows, num_tokens, sum(window.cut for window in windows))
+        return BestFitRows(pieces, rows, num_tokens, sum(window.cut for window in windows))
     index = place.get(f"best_fit-{num_tokens}", lambda path: _write_fitted(path, document_starts, num_tokens))
     pieces, rows = (map_array(index / f"{name}.i64", columns=2) for name in ("pieces", "rows"))
-    return FittedRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
+    return BestFitRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -535,7 +535,7 @@ class _Window(NamedTuple):
 
 
 def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
-    """Consecutive groups of documents, each fitted into rows of its own: `FittedRows.pieces` and `rows[1:]`."""
+    """Consecutive groups of documents, each fitted into rows of its own: `BestFitRows.pieces` and `rows[1:]`."""
     first, count, end = 0, len(document_starts) - 1, np.zeros(2, np.int64)
     while first < count:
         stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1

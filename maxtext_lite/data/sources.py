@@ -20,8 +20,8 @@ from maxtext_lite.data.order import Source, check_id, num_held_out
 from maxtext_lite.data.prepared import open_prepared
 from maxtext_lite.data.rows import (
     FIELDS,
+    BestFitRows,
     Documents,
-    FittedRows,
     IndexPlace,
     Rows,
     TokenStream,
@@ -228,7 +228,7 @@ class TextSource(Source):
             "target_tokens": self.num_target_tokens,
             "slots_used": self.num_target_tokens / (len(self) * self.num_tokens),
         }
-        if isinstance(self.row_layout, FittedRows):
+        if isinstance(self.row_layout, BestFitRows):
             about["cut_documents"] = self.row_layout.cut_documents
         if self.num_documents <= _MOST_COUNTED:
             about["lengths"] = np.trim_zeros(count_by_length(self.document_starts)[0], "b").tolist()
@@ -383,7 +383,7 @@ def open_rows(
     layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0 or not layout.count_targets_between(0, len(layout)):
         raise UserError(nothing)
-    if isinstance(layout, FittedRows):
+    if isinstance(layout, BestFitRows):
         notes = (*notes, layout.note)
     everything = TextSource(stream, document_starts, layout, 0, len(layout), content, notes)
     what = f"examples of {config.max_target_length} tokens"

@@ -20,7 +20,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.weights import num_inputs, of_one, stacks_of
+from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
@@ -166,7 +166,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
     fields = read_object(adapter.base / "config.json")
     kind, model = family_of(fields, str(adapter.base)), model_of(model_keys(fields, str(adapter.base / "config.json")))
     inputs = {
-        f"{stack}/{path}": num_inputs(of_one(weight.axes))
+        f"{stack}/{path}": num_inputs(per_tensor_axes(weight.axes))
         for stack, (_, weights) in stacks_of(model).items()
         for path, weight in weights.items()
         if stack and _weight(path) in adapter.targets.split(",")

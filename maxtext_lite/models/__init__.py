@@ -12,7 +12,7 @@ The names of arrays of rank 2 and more end in one letter per dim (global sizes),
     I ints of a request's key               Z shards of tokens: X of rows times Y of the sequence
 """
 
-from maxtext_lite.config.weights import is_matrix, num_inputs, of_one, unstacked
+from maxtext_lite.config.weights import is_matrix, num_inputs, per_tensor_axes, unstacked
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
@@ -44,7 +44,7 @@ __all__ = [
     "joined",
     "merged",
     "num_inputs",
-    "of_one",
+    "per_tensor_axes",
     "root_key",
     "sample_token",
     "soft_capped",

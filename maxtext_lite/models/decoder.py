@@ -193,8 +193,8 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
 
 
 def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
-    of_one = functools.partial(block, shape.of_stack(path))
-    return stacked(path.partition("/")[0], of_one, len(shape.stacks[path]), rngs)
+    per_tensor_axes = functools.partial(block, shape.of_stack(path))
+    return stacked(path.partition("/")[0], per_tensor_axes, len(shape.stacks[path]), rngs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ from maxtext_lite.models.ops import (
     xielu,
 )
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.parallel import constrain, gathered_for_use
+from maxtext_lite.parallel import all_gather_for_compute, constrain
 
 RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
 """Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
@@ -122,7 +122,7 @@ def projections(x_BTD: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
     """
 
     def of_all_tokens(x_BTD: jax.Array) -> list[jax.Array]:
-        x_BTD = gathered_for_use(x_BTD, ("batch", "length", "activation_embed"), RESIDUAL_AXES)
+        x_BTD = all_gather_for_compute(x_BTD, ("batch", "length", "activation_embed"), RESIDUAL_AXES)
         return [project(x_BTD, weight) for weight in weights]
 
     return jax.checkpoint(of_all_tokens, prevent_cse=False)(constrain(x_BTD, RESIDUAL_AXES))

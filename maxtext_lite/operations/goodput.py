@@ -14,7 +14,7 @@ from maxtext_lite.config.phases import PhaseClock, phases
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.operations.goodput_records import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -34,7 +34,9 @@ class GoodputHook(Hook):
         if run.is_first:
             self._goodput = Goodput(run.files.directory)
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         if self._goodput:
             self._goodput.resume(counts.step)
         self._has_started = True

@@ -37,16 +37,16 @@ from maxtext_lite.parallel import (
     context_shards,
     in_context_order,
     num_shards,
-    over_replicas,
     sharding,
+    vmap_over_data,
 )
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.state import StepParts, TrainState
+from maxtext_lite.training.state import StepContext, TrainState
 
 _TIMES_PLAIN = 4.0
 """A kernel's error against float32 may be this multiple of that of plain arithmetic in the run's dtype."""
@@ -126,14 +126,16 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
 class KernelCheckHook(Hook):
     """Checks the kernels of a run with its first batch."""
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         self._run, self._say = run, say
 
     def before_first_step(self, rows: Rows) -> None:
-        prove_kernels(self._run, rows, self._say)
+        check_kernels(self._run, rows, self._say)
 
 
-def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:
+def check_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:
     """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
 
     Raises:
@@ -163,7 +165,7 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
         raise UserError(wrong)
 
 
-def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
+def errors_of(piece: Piece, parts: StepContext, batch: Rows) -> jax.Array:
     """`compare` of a piece on one row of each batch shard of a batch [A, B, T]: the errors of the worst replica."""
     mesh = parts.mesh
 
@@ -175,7 +177,7 @@ def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
         rows = in_context_order(parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
         shards = num_shards("global_batch")
         rows = {name: x[0].reshape(shards, -1, x.shape[-1])[:, 0] for name, x in rows.items()}
-        numbers = over_replicas(of_replica, mesh.shape["data"], rows=(1,))(key, rows)
+        numbers = vmap_over_data(of_replica, mesh.shape["data"], rows=(1,))(key, rows)
         worst = jnp.argmax(numbers[..., 0] / numbers[..., 1], axis=0)  # NaN counts as the largest
         return jnp.take_along_axis(numbers, worst[None, :, None], axis=0)[0]
 
@@ -189,7 +191,7 @@ def compile_options(platform: str, quantization: str) -> dict[str, Any] | None:
     return _QUICKLY_COMPILED if platform == "gpu" and quantization == "none" else None
 
 
-def _pieces(parts: StepParts, slots: int, tokens: int) -> Iterator[Piece]:
+def _pieces(parts: StepContext, slots: int, tokens: int) -> Iterator[Piece]:
     """The kernels and number formats of a run that are not plain, for micro-batches of `slots` rows of `tokens`."""
     shape, config = parts.decoder.shape, parts.config
     least, experts = LEAST[jnp.dtype(shape.dtype).name], shape.experts

@@ -10,7 +10,7 @@ from maxtext_lite.config.phases import phases
 from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.training.arrays import Rows, Scalar
 from maxtext_lite.training.gradients import GradientLoop
-from maxtext_lite.training.state import StepParts, TrainState
+from maxtext_lite.training.state import StepContext, TrainState
 
 _MOST_EXAMPLES = 8
 
@@ -40,7 +40,7 @@ class NonFinite:
 
 
 def origin_of_nonfinite(
-    parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
+    parts: StepContext, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> str:
     """A clause on the origin; arguments of `find_nonfinite`."""
     found = find_nonfinite(parts, state, batch, example_ids, micro_batches=micro_batches)
@@ -48,7 +48,7 @@ def origin_of_nonfinite(
 
 
 def find_nonfinite(
-    parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
+    parts: StepContext, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> NonFinite | None:
     """The culprits, found by bisection: the gradients of ever smaller parts of a step; None where each is finite.
 

@@ -12,7 +12,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import WriteError
 from maxtext_lite.config.keys import TracedSteps
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -32,7 +32,9 @@ class ProfileHook(Hook):
     def __init__(self) -> None:
         self._profile: Profile | None = None
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         if run.is_first:
             demands = None if is_bucket(run.directory) else run.directory
             self._profile = Profile(run.files.directory, TracedSteps.of(run.config.profiler_steps), demands)

@@ -81,7 +81,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
     def row_losses(state: TrainState, first: int, count: int) -> list[RowLoss]:
         ids = ids_of_run(source, first, count, seed=run.config.data_shuffle_seed)
         ids = ids[~left_out(ids, first, run.excluded)]
-        names = source.named_rows(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
+        names = source.row_ids(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
         params, frozen = jax.block_until_ready((state.params, state.frozen))
         loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
         found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []

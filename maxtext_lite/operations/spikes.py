@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
-from maxtext_lite.data.mixture import Mixture, in_run
+from maxtext_lite.data.mixture import Mixture, with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import on_first_host
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import Hook, LossSpike, Restart
 from maxtext_lite.training.metrics import Terminal
@@ -40,11 +40,11 @@ class Place(NamedTuple):
     mixtures: Sequence[Mapping[str, Any]]
 
 
-class NoWayBack(LossSpike):
+class RollbackError(LossSpike):
     """A spike whose step cannot be reached again; the run ends."""
 
 
-class RowsBefore(NamedTuple):
+class PreviousStepRows(NamedTuple):
     """The step before the spike, with losses by the parameters before that step.
 
     Attributes:
@@ -69,13 +69,15 @@ class Guilty(NamedTuple):
 class SpikesHook(Hook):
     """Has a run go back to before a loss spike and leave the guilty rows out."""
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         self._run = run
 
     def on_spike(self, error: LossSpike) -> None:
         refuse_to_go_back_often(self._run, error)
         place = Place(error.step, error.examples_seen, self._run.mixtures)
-        prepare = functools.partial(leave_out_guilty, place=place, limit=error.limit)
+        prepare = functools.partial(exclude_outliers, place=place, limit=error.limit)
         raise Restart(f"{error}; the run goes back", prepare)
 
 
@@ -86,7 +88,7 @@ def refuse_to_go_back_often(run: TrainingRun[ExampleSource], spike: LossSpike) -
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
-def leave_out_guilty(
+def exclude_outliers(
     run: TrainingRun[ExampleSource], say: Callable[[str], None], *, place: Place, limit: float
 ) -> None:
     """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
@@ -102,7 +104,7 @@ def leave_out_guilty(
     step = place.step
     if run.checkpointer:
         run.checkpointer.go_back(step - 1, functools.partial(_leads_to, place, run))
-    guilty = find_guilty(*_rows_on_the_way(run, place), limit=limit, width=run.config.max_loss_spike)
+    guilty = find_outlier_rows(*_rows_on_the_way(run, place), limit=limit, width=run.config.max_loss_spike)
     sources, number = named_sources(run.source), max((row.spike for row in run.recorded), default=0) + 1
     found = [
         ExcludedRow(
@@ -130,7 +132,7 @@ def leave_out_guilty(
 
 
 def _leads_to(
-    place: Place, run: TrainingRun[ExampleSource], counts: Counts, mixtures: Sequence[Mapping[str, Any]]
+    place: Place, run: TrainingRun[ExampleSource], counts: TrainProgress, mixtures: Sequence[Mapping[str, Any]]
 ) -> bool:
     """Whether the run's steps after these counts take the examples that it has taken up to a place.
 
@@ -139,7 +141,7 @@ def _leads_to(
     Args:
       mixtures: the history up to the counts.
     """
-    _, after = in_run(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
+    _, after = with_history(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
     comes_to = run.plan.length.examples_after(place.step - 1 - counts.step, counts.examples_seen)
     # By what the rows depend on: hosts may have the data under different names.
     histories = [
@@ -149,12 +151,14 @@ def _leads_to(
     return comes_to == place.examples_seen and histories[0] == histories[1]
 
 
-def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int, Sequence[RowLoss], RowsBefore | None]:
+def _rows_on_the_way(
+    run: TrainingRun[ExampleSource], spike: Place
+) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
     """Repeats the steps before a spike; returns its place in the run, its rows, and the step before if it ran."""
     step = spike.step
     state, counts = run.restore_or_init()
     if not _leads_to(spike, run, counts, run.mixtures):
-        raise NoWayBack(
+        raise RollbackError(
             f"step {step} has a loss spike, and the run cannot go back before it: the checkpoint from which its batch "
             f"or its mixture changed is gone, and from that of step {counts.step} it comes to other examples; "
             f"{NOTHING_SAVED}",
@@ -172,14 +176,14 @@ def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int
             if number == step - 1:
                 after = place + examples(place)
                 rows, next_rows = (row_losses(state, first, examples(first)) for first in (place, after))
-                before = RowsBefore(place, rows, next_rows)
+                before = PreviousStepRows(place, rows, next_rows)
             state, taken = steps.take(state, number)
             place += taken.num_examples
         return place, row_losses(state, place, examples(place)), before
 
 
-def find_guilty(
-    first: int, rows: Sequence[RowLoss], before: RowsBefore | None, *, limit: float, width: float
+def find_outlier_rows(
+    first: int, rows: Sequence[RowLoss], before: PreviousStepRows | None, *, limit: float, width: float
 ) -> Guilty:
     """The rows that caused a spike.
 
@@ -195,17 +199,17 @@ def find_guilty(
       width: max_loss_spike.
     """
     if before and _is_within(before.next_rows, limit):
-        out, why = _standing_out(before.rows, width), "the update of its step made the loss leave its band"
+        out, why = _find_outliers(before.rows, width), "the update of its step made the loss leave its band"
         if out:
             return Guilty(out, before.first, f"{why}, and it stands out there")
         return Guilty(before.rows, before.first, f"{why}, and no row stands out there")
-    out, why = _standing_out(rows, width), "the loss of its step left its band"
+    out, why = _find_outliers(rows, width), "the loss of its step left its band"
     if out and _is_within([row for row in rows if row not in out], limit):
         return Guilty(out, first, f"{why}, and it stands out there")
     return Guilty(rows, first, f"{why}, and no row stands out for which the others would not")
 
 
-def _standing_out(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
+def _find_outliers(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
     of_loss, of_norm = (
         band_limit(values, width, least=_LEAST_ROWS)
         for values in ([row.loss for row in rows], [row.grad_norm for row in rows])

@@ -5,7 +5,7 @@ from typing import Any
 
 from maxtext_lite.config.errors import bytes_text, writing
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import write_json
@@ -24,7 +24,9 @@ class MemoryHook(Hook):
         self.compiled: int | None = None
         self.measured: int | None = None
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         self._run = run
         memory = run.plan.memory
         self._planned = memory.total if memory.is_known else None

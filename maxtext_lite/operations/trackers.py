@@ -23,7 +23,7 @@ from maxtext_lite.config.keys import listed
 from maxtext_lite.config.records import as_object
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -40,7 +40,9 @@ class TrackersHook(Hook):
     def __init__(self) -> None:
         self._trackers: list[Tracker] = []
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         if not run.is_first:
             return
         directory = run.files.directory

@@ -84,7 +84,7 @@ AS_IT_IS = "as it is"
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     **MESH_AXES_OF_WEIGHTS,
-    # Batch and activations. Inside `over_replicas` the replica dim is mapped away, and a batch is one replica's rows.
+    # Batch and activations. Inside `vmap_over_data` the replica dim is mapped away, and a batch is one replica's rows.
     "accumulation": (),
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
@@ -162,7 +162,7 @@ def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gathered_for_use(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
+def all_gather_for_compute(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
     """`x` laid out by `used_as`, and its gradient by `lies_as`; both are tuples.
 
     A constraint is its own transpose. By itself it would make each device sum the gradient of the whole weight, where
@@ -172,7 +172,7 @@ def gathered_for_use(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -
     return constrain(x, used_as)
 
 
-gathered_for_use.defvjp(
+all_gather_for_compute.defvjp(
     lambda x, used_as, lies_as: (constrain(x, used_as), None),
     lambda used_as, lies_as, _, g: (constrain(g, lies_as),),
 )
@@ -203,7 +203,7 @@ def over_shards(
 ) -> Any:
     """`function` run by each device on its own part of each argument, for kernels that the partitioner cannot split.
 
-    Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
+    Every mesh axis is manual, so that it also works inside `vmap_over_data`. Without a mesh it is `function` itself.
 
     Args:
       in_axes: logical axes of each argument; or a tree of PartitionSpecs from a kernel that splits its own arrays.
@@ -225,7 +225,7 @@ def per_replica(where: NamedSharding) -> NamedSharding:
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
 
-def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+def zero1_sharding(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """`where`, with the first dim that divides also split over the data axis; `where` itself if none does."""
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
@@ -250,7 +250,7 @@ def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))
 
 
-def over_replicas(
+def vmap_over_data(
     function: Callable[..., Any], num_replicas: int, *, own: Sequence[int] = (), rows: Sequence[int] = ()
 ) -> Callable[..., Any]:
     """`function` run once per replica of the `data` axis, each on its own rows; the results have a leading dim R.

@@ -24,7 +24,7 @@ from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.post_training.answers import PairSource
 from maxtext_lite.post_training.preference import pairs_of
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -34,7 +34,9 @@ FILE = "reference.npz"
 """In the run directory: log-probabilities float32 [pairs, 2] by the source's fingerprint."""
 
 
-def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Counts, terminal: Terminal) -> None:
+def add_reference(
+    run: TrainingRun[ExampleSource], state: TrainState, counts: TrainProgress, terminal: Terminal
+) -> None:
     """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it.
 
     Pairs that have it keep it: a run that goes back before a loss spike comes here twice. All hosts call it.

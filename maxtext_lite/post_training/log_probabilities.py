@@ -16,9 +16,9 @@ from maxtext_lite.parallel import (
     constrain,
     in_context_order,
     in_token_order,
-    over_replicas,
     sharding,
     tree_shardings,
+    vmap_over_data,
 )
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.prompts import PromptSource
@@ -27,7 +27,7 @@ from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.loss import forward
 from maxtext_lite.training.parameter_files import load_parameters, save_parameters
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.state import StepParts, TrainState, make_decoder
+from maxtext_lite.training.state import StepContext, TrainState, make_decoder
 
 REFERENCE_DIRECTORY = "reference"
 """In the run directory: the reference's parameters, for a run without LoRA."""
@@ -35,7 +35,9 @@ REFERENCE_DIRECTORY = "reference"
 _NEEDED = ("tokens", "targets", "segments", "positions", "weights")
 
 
-def make_log_probabilities(parts: StepParts, temperature: float) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
+def make_log_probabilities(
+    parts: StepContext, temperature: float
+) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
     """The jitted function (params, batch) -> log-probabilities of the targets, float32 [A, B, T]; 0 without a target.
 
     The result has the batch's sharding and token order; one micro-batch is computed at a time. `params` are all of the
@@ -50,7 +52,7 @@ def make_log_probabilities(parts: StepParts, temperature: float) -> Callable[[Pa
         nll_BT = forward(decoder, params, rows, parts.config).nll(rows["targets"], temperature)
         return jnp.where(rows["weights"] > 0, -nll_BT, 0)
 
-    by_replica = over_replicas(of_rows, mesh.shape["data"], rows=(1,))
+    by_replica = vmap_over_data(of_rows, mesh.shape["data"], rows=(1,))
 
     def log_probabilities(params: Params, batch: Rows) -> jax.Array:
         batch = in_context_order({name: batch[name] for name in _NEEDED}, TRAIN_BATCH_AXES)

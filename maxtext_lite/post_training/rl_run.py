@@ -25,7 +25,7 @@ from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
-from maxtext_lite.training.state import OwnParts, make_plain_decoder
+from maxtext_lite.training.state import Overrides, make_plain_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             plan,
             source=source,
             eval_source=eval_source,
-            own=OwnParts(objective=policy),
+            own=Overrides(objective=policy),
             devices=devices[: batch.trainer_devices],
             examples_of_entry=batch.examples_per_entry,
         )

@@ -19,7 +19,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.inference.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
-from maxtext_lite.parallel import Params, num_shards, over_replicas, sharding
+from maxtext_lite.parallel import Params, num_shards, sharding, vmap_over_data
 from maxtext_lite.post_training.transfer import Transfer
 from maxtext_lite.training.state import abstract_on_mesh
 
@@ -73,7 +73,7 @@ class RolloutEngine(Protocol):
 class _Slots(NamedTuple):
     """The sequences in progress, B for each of R replicas; a slot whose sequence has ended does not change.
 
-    Inside `over_replicas` they are one replica's, without the R.
+    Inside `vmap_over_data` they are one replica's, without the R.
 
     Attributes:
       cache: [R, L, B, K, S, H].
@@ -325,7 +325,7 @@ class LocalEngine:
                 slots.log_probability_RBT.at[slot_B, 0].set(log_probability_B, mode="drop"),
             )
 
-        return over_replicas(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
+        return vmap_over_data(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
 
     def _decoded(
         self, params: Params, slots: _Slots, leave_running: jax.Array, max_new_tokens: jax.Array, *, sampling: Sampling
@@ -352,7 +352,7 @@ class LocalEngine:
                 slots.log_probability_RBT.at[row_B, at_B].set(log_probability_B, mode="drop"),
             )
 
-        step = over_replicas(of_replica, self._num_replicas, own=(1,))
+        step = vmap_over_data(of_replica, self._num_replicas, own=(1,))
 
         def more(carry: tuple[_Slots, jax.Array]) -> jax.Array:
             return jnp.sum(carry[0].running_RB) > leave_running

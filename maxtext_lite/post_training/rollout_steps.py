@@ -25,14 +25,14 @@ from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waitin
 from maxtext_lite.post_training.rollout import Request
 from maxtext_lite.post_training.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
 from maxtext_lite.training.hooks import Callback, Hook
 from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.metrics import JsonLines, Terminal
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import ChunkedStep
-from maxtext_lite.training.step_log import Taken
+from maxtext_lite.training.step_log import StepResult
 
 TRAINING = 0
 """The first int of a request's key; `held_out` uses another."""
@@ -73,7 +73,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
 
 
 class RolloutSteps:
-    """The steps after those of `counts`, one or several on each batch of responses; see `training.loop.Stepper`.
+    """The steps after those of `counts`, one or several on each batch of responses; see `training.loop.StepSource`.
 
     While one chunk is trained on, the next is sampled or judged.
 
@@ -84,7 +84,9 @@ class RolloutSteps:
     ahead = False
     ready = True
 
-    def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts, hooks: Sequence[Hook] = ()):
+    def __init__(
+        self, rl: RLRun, terminal: Terminal, state: TrainState, counts: TrainProgress, hooks: Sequence[Hook] = ()
+    ):
         run, config = rl.run, rl.config
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
@@ -116,8 +118,8 @@ class RolloutSteps:
     def prepare(self, step: int) -> None:
         """Nothing: programs are compiled at their first use."""
 
-    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `training.loop.Stepper`; returns once the step is done."""
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
+        """See `training.loop.StepSource`; returns once the step is done."""
         phases.enter("rollout", step)
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
@@ -136,7 +138,7 @@ class RolloutSteps:
         busy = timeline.record()
         waited = busy["rollout_seconds"] + busy["reward_seconds"]
         find_cause = functools.partial(self._find_cause, self._chunks)
-        return state, Taken(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
+        return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
 
     def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
         """Warns once if the sampler cannot have used the trainer's policy."""

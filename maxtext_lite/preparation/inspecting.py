@@ -13,7 +13,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.prepared import RecordStream, open_prepared, verify
-from maxtext_lite.data.rows import FIELDS, FittedRows, IndexPlace, Rows, count_by_length, rows_of
+from maxtext_lite.data.rows import FIELDS, BestFitRows, IndexPlace, Rows, count_by_length, rows_of
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.keys import InspectConfig
@@ -85,7 +85,7 @@ def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: Inspe
         rows = _rows(path, stream, starts, name, length)
         targets = rows.count_targets_between(0, len(rows)) if len(rows) else 0
         share = targets / (len(rows) * length) if len(rows) else 0.0
-        cut = f"; {rows.cut_documents:,} documents are cut" if isinstance(rows, FittedRows) else ""
+        cut = f"; {rows.cut_documents:,} documents are cut" if isinstance(rows, BestFitRows) else ""
         yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots{cut}"
 
 

@@ -33,12 +33,12 @@ from maxtext_lite.training.saving import (
     FORMAT,
     Saver,
     check,
+    quarantine,
     read_about,
     read_arrays,
     remove,
     remove_leftovers,
     saved_shapes,
-    set_aside,
 )
 from maxtext_lite.training.state import OF_REPLICAS, TrainState
 
@@ -50,15 +50,15 @@ _OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "learning_rate_final_
 
 _OF_BATCH = ("global_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
 
-Starts = list[dict[str, Any]]
+RestartHistory = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
 which the run then was to end; `batch`, examples of a step of the target; `settings`, the config's keys that decide its
 steps, each as on a command line; `parameters`, the absolute load_parameters_path, "" without one."""
 
 
-def with_start(
+def append_restart(
     before: Sequence[Mapping[str, Any]], config: Config, plan: BatchPlan, step: int, examples_seen: int
-) -> Starts:
+) -> RestartHistory:
     """The starts with this one, which begins after `step` steps, if it differs from the last."""
     settings = {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS}
     end, batch = list(plan.length.end_after(step, examples_seen)), plan.global_batch_to_train
@@ -123,7 +123,7 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
     return [f"global_batch_to_train is {now['batch']:,} instead of {before['batch']:,} after step {step:,}: {why}"]
 
 
-def moved_schedule(
+def schedule_change_note(
     config: OptimizerConfig, plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
 ) -> list[str]:
     """A sentence on the learning rate of a run whose schedule has just got another end or shape; [] for any other.
@@ -169,7 +169,7 @@ _DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class TrainProgress:
     """The progress of a run: everything that its data order and schedule depend on.
 
     Attributes:
@@ -229,7 +229,7 @@ class CheckpointReader:
         self._frozen_directory = frozen_directory(run_directory)
         self._fingerprint = fingerprint
         self.mixtures: list[dict[str, Any]] = []
-        self.starts: Starts = []
+        self.starts: RestartHistory = []
         self._newest: int | None = None
 
     def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
@@ -250,7 +250,7 @@ class CheckpointReader:
         """Step of the newest checkpoint that counts, or soon will; None without one."""
         return self._newest
 
-    def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
+    def restore(self, abstract: TrainState) -> tuple[TrainState, TrainProgress]:
         """The newest checkpoint in the shardings of `abstract`, whatever mesh and pipeline it was saved from.
 
         Raises:
@@ -333,7 +333,7 @@ class Checkpointer(CheckpointReader):
         self._saver = Saver(before)
         self._newest = self._find_newest()
 
-    def save(self, state: TrainState, counts: Counts, unfinished: Tree = None) -> None:
+    def save(self, state: TrainState, counts: TrainProgress, unfinished: Tree = None) -> None:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
 
         Frozen parameters never change: they are written once, beside the run's first checkpoint.
@@ -382,12 +382,12 @@ class Checkpointer(CheckpointReader):
             )
         return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
-    def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
+    def restore(self, abstract: TrainState) -> tuple[TrainState, TrainProgress]:
         """See `CheckpointReader`; waits for the current save first."""
         self.wait()
         return super().restore(abstract)
 
-    def go_back(self, before: int, suits: Callable[[Counts, list[dict[str, Any]]], bool]) -> None:
+    def go_back(self, before: int, suits: Callable[[TrainProgress, list[dict[str, Any]]], bool]) -> None:
         """Deletes all checkpoints after the newest intact one before this step, if there is one and it suits.
 
         `suits` is given its counts and its `mixtures`, and must return the same on all hosts.
@@ -451,7 +451,7 @@ class Checkpointer(CheckpointReader):
         """Sets damaged checkpoints aside, with a message."""
         for step, problem in damaged.items():
             directory = self._directory / str(step)
-            aside = on_first_host(directory, lambda directory=directory: str(set_aside(directory)))
+            aside = on_first_host(directory, lambda directory=directory: str(quarantine(directory)))
             self._say(
                 f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is set aside as {aside}, and the "
                 "one before it is taken"
@@ -464,8 +464,8 @@ class Checkpointer(CheckpointReader):
             remove(self._directory / str(old))
 
 
-def _counts(about: Mapping[str, Any]) -> Counts:
-    return Counts(
+def _counts(about: Mapping[str, Any]) -> TrainProgress:
+    return TrainProgress(
         **{name: about[name] for name in ("step", "examples_seen", "tokens_seen")},
         skipped_in_a_row=about["skipped_in_a_row"],
         noise=NoiseScale(**about["noise"]),

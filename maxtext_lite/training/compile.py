@@ -30,7 +30,7 @@ from maxtext_lite.console import abandon
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.run_files import run_directory
-from maxtext_lite.training.state import StepParts, abstract_state
+from maxtext_lite.training.state import StepContext, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 DIRECTORY = ".compiled"
@@ -218,7 +218,7 @@ class Executables:
       example: the number of tokens of an example, and the names of its arrays.
     """
 
-    def __init__(self, train_step: Wrapped, parts: StepParts, plan: BatchPlan, *, example: tuple[int, Sequence[str]]):
+    def __init__(self, train_step: Wrapped, parts: StepContext, plan: BatchPlan, *, example: tuple[int, Sequence[str]]):
         self._step, self._parts, self._plan, self._mesh = train_step, parts, plan, parts.mesh
         self._example = example
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")

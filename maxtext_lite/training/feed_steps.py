@@ -21,7 +21,7 @@ from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sourc
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.compile import Executables, ProgramMemory, raising_out_of_memory
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.metrics import Terminal, evaluation_text
@@ -37,13 +37,13 @@ from maxtext_lite.training.step import (
     make_train_step,
     scores_of,
 )
-from maxtext_lite.training.step_log import Taken
+from maxtext_lite.training.step_log import StepResult
 
 Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of `counts`, from their place in the data; see `loop.Stepper`.
+    """The steps after those of `counts`, from their place in the data; see `loop.StepSource`.
 
     Args:
       hooks: of the run.
@@ -58,7 +58,7 @@ class FeedSteps:
         run: TrainingRun[ExampleSource],
         terminal: Terminal,
         state: TrainState,
-        counts: Counts,
+        counts: TrainProgress,
         hooks: Sequence[Hook] = (),
     ):
         if starts := run.config.objective_kind.starts:
@@ -121,8 +121,8 @@ class FeedSteps:
             )
         self._stage = stage
 
-    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `loop.Stepper`. With local updates, also summarises the replicas, and synchronises them periodically."""
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
+        """With local updates, also summarises the replicas, and synchronises them periodically."""
         assert self._step is not None, "prepare() comes first"
         assert self._stage is not None
         if devices_share_threads():
@@ -146,7 +146,7 @@ class FeedSteps:
         self._executables.request_after(self._stage)  # after the dispatch, as tracing blocks Python
         find_cause = functools.partial(self._find_cause, batch)
         known = {} if batch.attention_imbalance is None else {"attention_imbalance": batch.attention_imbalance}
-        return state, Taken(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, known)
+        return state, StepResult(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, known)
 
     def unfinished(self, step: int) -> None:
         """Nothing: a batch is one step."""

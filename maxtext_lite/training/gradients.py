@@ -11,15 +11,15 @@ from maxtext_lite.parallel import (
     Params,
     constrain,
     in_context_order,
-    over_replicas,
     per_replica,
     sharding,
     tree_shardings,
+    vmap_over_data,
 )
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
 from maxtext_lite.training.loss import LossSums, forward, zero_sums
-from maxtext_lite.training.state import StepParts, gradient_shardings
+from maxtext_lite.training.state import StepContext, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 
@@ -67,13 +67,13 @@ class GradientLoop:
     pipeline schedule 1f1b the loop runs over ticks instead of micro-batches; the sums are the same.
     """
 
-    def __init__(self, parts: StepParts):
+    def __init__(self, parts: StepContext):
         decoder, mesh, local = parts.decoder, parts.mesh, parts.local
         self._parts, self._decoder, self._local = parts, decoder, local
         self._num_replicas = local.num_replicas if local else mesh.shape["data"]
         self._counted_names = sorted({"target_tokens", parts.objective.divisor})
         self._trained_axes = decoder.trained(decoder.axes)
-        self._differentiate = over_replicas(
+        self._differentiate = vmap_over_data(
             jax.value_and_grad(self._loss_share, has_aux=True),
             self._num_replicas,
             own=(0, 2) if local else (2,),
@@ -264,7 +264,7 @@ class GradientLoop:
 
     def _per_replica_sum(self, x_AB: jax.Array) -> jax.Array:
         """[A, B] -> [R]."""
-        return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=x_BA.dtype), self._num_replicas, rows=(0,))(x_AB.T)
+        return vmap_over_data(lambda x_BA: jnp.sum(x_BA, dtype=x_BA.dtype), self._num_replicas, rows=(0,))(x_AB.T)
 
     def _counted(self, rows: Rows) -> jax.Array:
         """A micro-batch's part of the divisor, [R]."""

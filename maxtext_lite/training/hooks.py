@@ -9,7 +9,7 @@ from maxtext_lite.config.keys import listed
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.registry import load
 from maxtext_lite.training.arrays import Record, Rows
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
@@ -57,7 +57,9 @@ class Hook:
     def opened(self, run: TrainingRun[Any]) -> None:
         """Called once the run directory belongs to the run, before anything is restored."""
 
-    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+    def start(
+        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
+    ) -> None:
         """Called once the state is restored or new, and the run has introduced itself.
 
         Args:

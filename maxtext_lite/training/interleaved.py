@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
-from maxtext_lite.parallel import Flight, Params, constrain, num_shards, over_replicas
+from maxtext_lite.parallel import Flight, Params, constrain, num_shards, vmap_over_data
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.loss import LossSums, Outputs, TokenSplit
-from maxtext_lite.training.state import StepParts
+from maxtext_lite.training.state import StepContext
 
 Sums = TypeVar("Sums")
 Count: TypeAlias = jax.Array | int
@@ -25,12 +25,12 @@ class InterleavedStep:
     each for its part of a piece's tokens, split along the sequence.
     """
 
-    def __init__(self, parts: StepParts, num_replicas: int):
+    def __init__(self, parts: StepContext, num_replicas: int):
         assert parts.decoder.pipeline is not None
         self._parts, self._decoder, self._pipeline = parts, parts.decoder, parts.decoder.pipeline
         self._num_replicas = num_replicas
         own = (0, 2, 3) if parts.local else (2, 3)
-        self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(4, 5, 6))
+        self._tick = vmap_over_data(self._tick_of_replica, num_replicas, own=own, rows=(4, 5, 6))
 
     def all_ticks(
         self,

@@ -21,7 +21,7 @@ from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, check_callbacks, hooks_of
@@ -30,12 +30,12 @@ from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun
-from maxtext_lite.training.state import OwnParts, TrainState
-from maxtext_lite.training.step_log import StepLog, Taken, owes_evaluation
+from maxtext_lite.training.state import Overrides, TrainState
+from maxtext_lite.training.step_log import StepLog, StepResult, is_evaluation_missing
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 
-class Stepper(Protocol):
+class StepSource(Protocol):
     """The steps of a run: the origin of their batches, and the update of the state with each."""
 
     @property
@@ -52,7 +52,7 @@ class Stepper(Protocol):
         """Prepares this step and those like it."""
         ...
 
-    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
         """Takes a step on the next batch; `state`, that after the previous step, is donated.
 
         Raises:
@@ -88,7 +88,7 @@ class Evaluation(Protocol):
         ...
 
 
-Begin = Callable[[Terminal, TrainState, Counts, Sequence[Hook]], tuple[Stepper, Evaluation]]
+Begin = Callable[[Terminal, TrainState, TrainProgress, Sequence[Hook]], tuple[StepSource, Evaluation]]
 """(terminal, state, counts, hooks), restored or new -> the steps from there, and the evaluation of their model."""
 
 
@@ -159,7 +159,7 @@ def train(
     start_run(config)
     sources = own_sources(config, source, eval_source)
     tried = None if objective is None else own_objective(config, objective, sources)
-    own = OwnParts(model, tried, optimizer)
+    own = Overrides(model, tried, optimizer)
     if wants_solving(config):
         config = config.model_copy(update=chosen_split(config, device_memory_gb))
     prepare: Prepare | None = None
@@ -212,11 +212,11 @@ def train_run(
             phases.fold()
         state, counts = run.restore_or_init()
         phases.mark("restore" if counts.step else "init")
-        if not (left := run.steps_left(counts)) and not owes_evaluation(run, counts.step, is_last=True):
+        if not (left := run.steps_left(counts)) and not is_evaluation_missing(run, counts.step, is_last=True):
             why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
-        run.introduce(terminal, counts)
+        run.log_startup(terminal, counts)
         for hook in hooks:
             open_things.callback(hook.close)
             hook.start(run, state, counts, terminal.say)
@@ -256,14 +256,14 @@ class _Loop:
     terminal: Terminal
     log: StepLog
     signals: Signals
-    steps: Stepper
+    steps: StepSource
     evaluation: Evaluation
     hooks: Sequence[Hook]
     may_end: bool
     asked_to_end: bool = False
     stops: bool = False
     ends: bool = False
-    in_flight: tuple[int, Taken] | None = None
+    in_flight: tuple[int, StepResult] | None = None
     eval_loss: float | None = None
     lost_evaluation: bool = False
 
@@ -341,7 +341,7 @@ class _Loop:
     def _owes_evaluation(self, step: int) -> bool:
         """Whether the state from which this start begins is to be evaluated first. All hosts call it."""
         is_last = step == self.terminal.last_step
-        return owes_evaluation(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
+        return is_evaluation_missing(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
 
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:
         """Evaluates and saves what is due after this step."""

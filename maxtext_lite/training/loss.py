@@ -19,10 +19,10 @@ from maxtext_lite.parallel import (
     AS_IT_IS,
     Params,
     Tree,
+    all_gather_for_compute,
     axes_in_use,
     constrain,
     context_shards,
-    gathered_for_use,
     num_shards,
 )
 from maxtext_lite.training.arrays import Metrics, Rows
@@ -313,7 +313,7 @@ class Outputs:
         # Gathered here, once each: logits and gradient, their two uses, could each gather them again.
         x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
-        head_DV = cast(jax.Array, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
+        head_DV = cast(jax.Array, all_gather_for_compute(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
         is_biased = self.decoder.shape.logits_bias
         return x_BTD, BiasedHead(head_DV, self.params["head"]["bias"]) if is_biased else head_DV
 

@@ -13,14 +13,14 @@ from maxtext_lite.config import Config, Refusal, UserError, registry
 from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
-from maxtext_lite.data.mixture import in_run, steps_left
+from maxtext_lite.data.mixture import steps_left, with_history
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.objective import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.one_config import require_one_config
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.state import CONFIGURED, OwnParts
+from maxtext_lite.training.state import CONFIGURED, Overrides
 
 Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
 """The training examples, and the held-out ones or None."""
@@ -30,7 +30,11 @@ _ANY_STEPS = 1_000_000
 
 
 def open_run(
-    config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED, *, device_memory_gb: float | None = None
+    config: Config,
+    sources: Sources | None = None,
+    own: Overrides = CONFIGURED,
+    *,
+    device_memory_gb: float | None = None,
 ) -> TrainingRun[ExampleSource]:
     """The run of a config, with its data opened and its batches planned.
 
@@ -43,7 +47,7 @@ def open_run(
     plan, (source, eval_source) = open_data(config, sources, device_memory_gb)
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
     if not run.resumes:  # otherwise the restored history tells what the sources have left
-        steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
+        steps_left(config, plan, with_history(config, source)[0], step=0, examples_seen=0)
     return run
 
 

@@ -14,7 +14,7 @@ from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, NumericsConfig, OptimizerConfig, UserError
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
-from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
+from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
 from maxtext_lite.parallel import Tree, TreePath
 from maxtext_lite.training.arrays import Scalar, as_float32
 
@@ -369,7 +369,7 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
     their own; scalars, which are counts, are shared by the stack.
     """
     num_stacked = dict(
-        jax.tree_util.tree_leaves_with_path(_over_axes(lambda leaf: len(leaf) - len(of_one(leaf)), axes))
+        jax.tree_util.tree_leaves_with_path(_over_axes(lambda leaf: len(leaf) - len(per_tensor_axes(leaf)), axes))
     )
 
     def over(tree: Tree) -> Tree:
@@ -428,7 +428,7 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
 
     def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
         """The input and output dims of a stacked projection; None where Muon does not apply."""
-        matrix = of_one(leaf)
+        matrix = per_tensor_axes(leaf)
         if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
         dims = range(-len(matrix), 0)

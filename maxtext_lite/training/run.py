@@ -21,7 +21,7 @@ from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
-from maxtext_lite.data.mixture import early_end, in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table, steps_left, with_history
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import on_first_host, tree_shardings
@@ -31,11 +31,11 @@ from maxtext_lite.training.checkpoint import (
     OWN,
     Checkpointer,
     CheckpointReader,
-    Counts,
+    TrainProgress,
+    append_restart,
     fingerprint,
     moved_batch,
-    moved_schedule,
-    with_start,
+    schedule_change_note,
 )
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
@@ -53,13 +53,13 @@ from maxtext_lite.training.run_files import (
 from maxtext_lite.training.starting_over import check_removable, remove_run
 from maxtext_lite.training.state import (
     CONFIGURED,
-    OwnParts,
+    Overrides,
     TrainState,
     abstract_state,
-    ending_after,
     init_state,
     make_parts,
     state_from,
+    with_total_steps,
 )
 
 EXCLUDED = "excluded_rows.jsonl"
@@ -124,7 +124,7 @@ class TrainingRun(Generic[Data]):
         *,
         source: Data,
         eval_source: Data | None,
-        own: OwnParts = CONFIGURED,
+        own: Overrides = CONFIGURED,
         devices: Sequence[Device] | None = None,
         examples_of_entry: int = 1,
     ):
@@ -224,11 +224,11 @@ class TrainingRun(Generic[Data]):
             return "No checkpoint has been saved yet."
         return f"The checkpoint of step {saved[-1]} is safe; run the same command to resume from it."
 
-    def read_before(self, step: int, say: Callable[[str], None]) -> None:
+    def open_read_only(self, step: int, say: Callable[[str], None]) -> None:
         """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
         self._saved = CheckpointReader(self.directory, self._fingerprint).find_before(step, say)
 
-    def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
+    def save(self, state: TrainState, counts: TrainProgress, unfinished: Rows | None = None) -> None:
         """Saves a checkpoint if enable_checkpointing is true and the directory is ours; see `Checkpointer.save`."""
         if self._lock:
             self._lock.check()
@@ -275,7 +275,7 @@ class TrainingRun(Generic[Data]):
         """Shapes and shardings of the state."""
         return abstract_state(self.parts)
 
-    def schedule(self, counts: Counts) -> Schedule:
+    def schedule(self, counts: TrainProgress) -> Schedule:
         """The learning rate over the whole run, which has come to `counts`. All hosts call it."""
         if isinstance(self._own.optimizer, optax.GradientTransformation):
             return UNKNOWN_RATE
@@ -288,7 +288,7 @@ class TrainingRun(Generic[Data]):
             examples_seen=counts.examples_seen,
         )
 
-    def restore_or_init(self) -> tuple[TrainState, Counts]:
+    def restore_or_init(self) -> tuple[TrainState, TrainProgress]:
         """The state and counts of the newest checkpoint, or those of a new run; also restores the source's history.
 
         Raises:
@@ -299,18 +299,18 @@ class TrainingRun(Generic[Data]):
             state, counts = self._saved.restore(abstract)
             self._mix(counts)
             done = counts.step, counts.examples_seen
-            self.parts = ending_after(
+            self.parts = with_total_steps(
                 self.parts, self.config, self.plan, self._own, last=self.plan.length.end_after(*done)[0]
             )
-            self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
+            self._saved.starts = append_restart(self._saved.starts, self.config, self.plan, *done)
             self.plan = resumed(self.config, self.plan, step=done[0], examples_seen=done[1])
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
-        self._mix(Counts())
+        self._mix(TrainProgress())
         if self._saved:
-            self._saved.starts = with_start([], self.config, self.plan, 0, 0)
+            self._saved.starts = append_restart([], self.config, self.plan, 0, 0)
         path = self.config.load_parameters_path
         if path:  # before any compilation, as it may be missing or not fit
             reader, adapters = reader_of(path), None
@@ -321,12 +321,12 @@ class TrainingRun(Generic[Data]):
                 if reader.lora is not None:
                     where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
                     adapters = reader.load_adapters(params, where, self.config.lora_rank)
-            return state_from(self.parts, params, self.config.seed, adapters), Counts()
-        return init_state(self.parts, self.config.seed), Counts()
+            return state_from(self.parts, params, self.config.seed, adapters), TrainProgress()
+        return init_state(self.parts, self.config.seed), TrainProgress()
 
-    def _mix(self, counts: Counts) -> None:
+    def _mix(self, counts: TrainProgress) -> None:
         seen = counts.examples_seen, counts.tokens_seen
-        self.source, mixtures = in_run(self.config, self.source, self.mixtures, seen)
+        self.source, mixtures = with_history(self.config, self.source, self.mixtures, seen)
         if self._saved:
             self._saved.mixtures = mixtures
         source = cast(ExampleSource, self.source)
@@ -334,7 +334,7 @@ class TrainingRun(Generic[Data]):
         self.recorded = excluded_rows_on_hosts(self.directory / EXCLUDED)
         self.excluded = excluded_ids(source, [*listed, *self.recorded])
 
-    def steps_left(self, counts: Counts) -> int:
+    def steps_left(self, counts: TrainProgress) -> int:
         """The number of steps after those of `counts`, limited by the data.
 
         Raises:
@@ -342,7 +342,7 @@ class TrainingRun(Generic[Data]):
         """
         return steps_left(self.config, self.plan, self.source, step=counts.step, examples_seen=counts.examples_seen)
 
-    def token_shares(self, counts: Counts) -> dict[str, dict[str, float]]:
+    def token_shares(self, counts: TrainProgress) -> dict[str, dict[str, float]]:
         """Each source's share of the target tokens since the mixture last changed; {} without a mixture.
 
         All hosts call it, with counts that never decrease.
@@ -357,7 +357,7 @@ class TrainingRun(Generic[Data]):
         self._source_tokens = counts.examples_seen, tokens
         return {"source_token_shares": {name: n / max(sum(tokens.values()), 1) for name, n in tokens.items()}}
 
-    def introduce(self, terminal: Terminal, counts: Counts) -> None:
+    def log_startup(self, terminal: Terminal, counts: TrainProgress) -> None:
         """Prints the config and the plan, and writes them into the run directory. All hosts call it.
 
         Raises:
@@ -398,8 +398,8 @@ class TrainingRun(Generic[Data]):
             done = (counts.step, counts.examples_seen)
             last = counts.step + left
             for sentence in (
-                *moved_schedule(self.config, self.plan, starts, *done),
-                *early_end(self.config, self.plan, steps=last, examples_seen=end),
+                *schedule_change_note(self.config, self.plan, starts, *done),
+                *early_stop_note(self.config, self.plan, steps=last, examples_seen=end),
             ):
                 terminal.say(sentence)
         unknown = why_unknown(

@@ -183,12 +183,12 @@ def _digest(path: Path, name: str, syncs: bool) -> tuple[str, int]:
         return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
 
 
-def while_unfinished(directory: Path) -> Path:
+def unfinished_path(directory: Path) -> Path:
     """The directory in which a checkpoint is written before it becomes `directory`."""
     return directory if is_bucket(directory) else directory.with_name(UNFINISHED + directory.name)
 
 
-def make_room(directory: Path) -> None:
+def prepare_unfinished(directory: Path) -> None:
     """Prepares to write a checkpoint that does not count yet, and removes the remains of an earlier attempt."""
     if is_bucket(directory):
         with storage_errors(directory):
@@ -196,7 +196,7 @@ def make_room(directory: Path) -> None:
             remove_objects(directory)
             _unmark(directory, DAMAGED)
         return
-    unfinished = while_unfinished(directory)
+    unfinished = unfinished_path(directory)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     for path in unfinished.parent.glob(f"{unfinished.name}*"):
         if path.name == unfinished.name or path.name.startswith(f"{unfinished.name}."):
@@ -211,7 +211,7 @@ def commit(directory: Path) -> None:
         return
     if directory.exists():
         remove(directory)
-    while_unfinished(directory).rename(directory)
+    unfinished_path(directory).rename(directory)
     to_disk(directory.parent)
 
 
@@ -230,7 +230,7 @@ def remove(directory: Path) -> None:
     shutil.rmtree(deleted)
 
 
-def set_aside(directory: Path) -> Path:
+def quarantine(directory: Path) -> Path:
     """Sets a damaged checkpoint aside; returns the new directory, or in a bucket the object that marks it."""
     aside = directory.with_name(DAMAGED + directory.name)
     if is_bucket(directory):
@@ -313,8 +313,8 @@ class Saver:
           WriteError: this or an earlier save could not be written.
         """
         self.wait()
-        unfinished = while_unfinished(directory)
-        on_first_host(directory.parent, lambda: make_room(directory))
+        unfinished = unfinished_path(directory)
+        on_first_host(directory.parent, lambda: prepare_unfinished(directory))
         self._saves += 1
         try:
             with _writing(unfinished):

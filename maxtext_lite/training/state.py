@@ -20,12 +20,12 @@ from maxtext_lite.parallel import (
     Tree,
     TreePath,
     accelerator_of,
-    also_over_data,
     make_mesh,
     per_replica,
     sharding,
     tree_shardings,
     with_dims,
+    zero1_sharding,
 )
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
@@ -41,7 +41,7 @@ from maxtext_lite.training.optimizer import (
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnParts:
+class Overrides:
     """The parts of a step that the caller supplies; None: as configured.
 
     Attributes:
@@ -53,14 +53,14 @@ class OwnParts:
     optimizer: optax.GradientTransformation | OptimizerFactory | None = None
 
 
-CONFIGURED = OwnParts()
+CONFIGURED = Overrides()
 OF_REPLICAS = ("opt_state", "replica_params")
 """The parts of `TrainState.update_state` that local updates hold once for each replica."""
 """Every part as configured."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StepParts:
+class StepContext:
     """The parts of a step on a mesh.
 
     Attributes:
@@ -129,8 +129,8 @@ class TrainState:
 
 
 def make_parts(
-    config: Config, plan: BatchPlan, devices: Sequence[Device] | None = None, own: OwnParts = CONFIGURED
-) -> StepParts:
+    config: Config, plan: BatchPlan, devices: Sequence[Device] | None = None, own: Overrides = CONFIGURED
+) -> StepContext:
     """The parts of a config's steps on these devices, with the optimizer's settings as `plan` scales them.
 
     Args:
@@ -140,7 +140,7 @@ def make_parts(
     """
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
-    return StepParts(
+    return StepContext(
         decoder,
         _optimizer(config, plan, decoder, own, last=plan.steps),
         mesh,
@@ -150,14 +150,14 @@ def make_parts(
     )
 
 
-def ending_after(parts: StepParts, config: Config, plan: BatchPlan, own: OwnParts, *, last: int) -> StepParts:
+def with_total_steps(parts: StepContext, config: Config, plan: BatchPlan, own: Overrides, *, last: int) -> StepContext:
     """The parts of a run that ends after `last` steps, on which an own optimizer with the config's schedule depends."""
     if own.optimizer is None or last == plan.steps:
         return parts
     return dataclasses.replace(parts, optimizer=_optimizer(config, plan, parts.decoder, own, last=last))
 
 
-def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: OwnParts, *, last: int) -> GradientAccumulation:
+def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int) -> GradientAccumulation:
     axes, scaled = decoder.trained(decoder.axes), scaled_optimizer(config, plan)
     inner = None if own.optimizer is None else own_optimizer(own.optimizer, scaled, axes, last=last)
     return make_optimizer(scaled, axes, inner)
@@ -277,7 +277,7 @@ def _expert_shape(config: Config, sizes: ExpertSizes | None) -> ExpertShape | No
     )
 
 
-def _state_of(parts: StepParts, all_params: Params) -> TrainState:
+def _state_of(parts: StepContext, all_params: Params) -> TrainState:
     """The state before the first step, from all parameters, adapters included."""
     decoder, local = parts.decoder, parts.local
     params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
@@ -289,17 +289,17 @@ def _state_of(parts: StepParts, all_params: Params) -> TrainState:
     return TrainState(params, opt_state, progress, zero, zero, outer, frozen)
 
 
-def gradient_shardings(parts: StepParts) -> Tree:
+def gradient_shardings(parts: StepContext) -> Tree:
     """The shardings of a step's summed gradients and of its update: those of the parameters, or shares (ZeRO-1)."""
     decoder = parts.decoder
     params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
     if not parts.optimizer.over_data:
         return params
     trained = decoder.trained(decoder.abstract_params)
-    return jax.tree.map(lambda where, leaf: also_over_data(where, leaf.shape), params, trained)
+    return jax.tree.map(lambda where, leaf: zero1_sharding(where, leaf.shape), params, trained)
 
 
-def state_shardings(parts: StepParts) -> TrainState:
+def state_shardings(parts: StepContext) -> TrainState:
     """The sharding of each leaf of the state: optimizer state of a parameter's shape has its gradient's sharding.
 
     State that lacks one dim of its parameter (adafactor's means over it) has that sharding without the dim; the rest,
@@ -348,7 +348,7 @@ def _names(path: TreePath) -> tuple[str, ...]:
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
-def abstract_state(parts: StepParts) -> TrainState:
+def abstract_state(parts: StepContext) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
     shapes = jax.eval_shape(lambda params: _state_of(parts, params), parts.decoder.abstract_params)
     return jax.tree.map(
@@ -356,14 +356,14 @@ def abstract_state(parts: StepParts) -> TrainState:
     )
 
 
-def init_state(parts: StepParts, seed: int) -> TrainState:
+def init_state(parts: StepContext, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
     create = jax.jit(lambda key: _state_of(parts, parts.decoder.init(key)), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
         return create(root_key(seed))
 
 
-def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
+def state_from(parts: StepContext, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
     """The state before the first step of a run that starts from given parameters on the mesh, which are donated.
 
     Args:

@@ -21,17 +21,17 @@ from maxtext_lite.parallel import (
     Tree,
     devices_share_threads,
     in_context_order,
-    over_replicas,
     per_replica,
     sharding,
     tree_shardings,
+    vmap_over_data,
 )
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
 from maxtext_lite.training.loss import AUXILIARY_METRICS, forward
 from maxtext_lite.training.objective import Objective, ScoredObjective
 from maxtext_lite.training.optimizer import LossScaleState, Progress, Schedule, master_of, with_master
-from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
+from maxtext_lite.training.state import StepContext, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")
 
@@ -42,7 +42,7 @@ def means_of(objective: Objective) -> set[str]:
     return {"loss", "z_loss", *AUXILIARY_METRICS, *own}
 
 
-def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
+def make_train_step(parts: StepContext, schedule: Schedule) -> Wrapped:
     """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is donated.
 
     `batch` contains tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and any further
@@ -75,13 +75,13 @@ def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
 
 
 def _applied(
-    parts: StepParts, shardings: TrainState, schedule: Schedule
+    parts: StepContext, shardings: TrainState, schedule: Schedule
 ) -> Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]]:
     """The function (state, StepGradients) -> (state, metrics) of `make_train_step`; `shardings` are the state's."""
     optimizer, local = parts.optimizer, parts.local
     update = functools.partial(_updated, parts, schedule)
     if local:
-        update = over_replicas(update, local.num_replicas, own=(0, 1, 2, 3))
+        update = vmap_over_data(update, local.num_replicas, own=(0, 1, 2, 3))
 
     def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, Metrics]:
         opt_state = state.opt_state
@@ -101,7 +101,7 @@ def _applied(
 
 
 def _updated(
-    parts: StepParts,
+    parts: StepContext,
     schedule: Schedule,
     params: Params,
     opt_state: optax.MultiStepsState,
@@ -182,7 +182,7 @@ class ChunkedStep:
         count; `update` corrects for it.
     """
 
-    def __init__(self, parts: StepParts, schedule: Schedule, *, expected: int):
+    def __init__(self, parts: StepContext, schedule: Schedule, *, expected: int):
         loop, shardings, everywhere = GradientLoop(parts), state_shardings(parts), sharding(parts.mesh)
         of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
         apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
@@ -212,7 +212,7 @@ class ChunkedStep:
         )
 
 
-def make_synchronise(parts: StepParts) -> Wrapped:
+def make_synchronise(parts: StepContext) -> Wrapped:
     """The jitted function state -> state that synchronises the replicas of local updates; its argument is donated.
 
     Once the run has ended (`TrainState`), it changes nothing.
@@ -238,7 +238,7 @@ def make_synchronise(parts: StepParts) -> Wrapped:
     return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
 
 
-def make_summarise(parts: StepParts) -> Wrapped:
+def make_summarise(parts: StepContext) -> Wrapped:
     """The jitted function from a step's metrics, each [R], to scalars for the whole step.
 
     Losses are means over the target tokens, pairs or weight of all replicas; norms and the learning rate are means over
@@ -265,7 +265,7 @@ def make_summarise(parts: StepParts) -> Wrapped:
     return jax.jit(summarise, out_shardings=sharding(parts.mesh))
 
 
-def make_eval_step(parts: StepParts) -> Wrapped:
+def make_eval_step(parts: StepContext) -> Wrapped:
     """The jitted function (params, batch [B, T]) -> the objective's scores of the examples, replicated.
 
     The objective must be a `ScoredObjective`; the scores of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params`
@@ -276,7 +276,7 @@ def make_eval_step(parts: StepParts) -> Wrapped:
     def scores(params: Params, rows: Rows) -> Tree:
         return objective.scores(forward(decoder, params, rows, parts.config), rows)
 
-    by_replica = over_replicas(scores, mesh.shape["data"], rows=(1,))
+    by_replica = vmap_over_data(scores, mesh.shape["data"], rows=(1,))
 
     def eval_step(params: Params, batch: Rows) -> Tree:
         rows = in_context_order(objective.rows(batch, EVAL_BATCH_AXES), EVAL_BATCH_AXES)

@@ -17,7 +17,7 @@ from maxtext_lite.config.phases import phases
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
 from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.run import TrainingRun
@@ -34,7 +34,7 @@ _TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for
 _LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
-class Taken(NamedTuple):
+class StepResult(NamedTuple):
     """A dispatched step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Taken(NamedTuple):
     more: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def owes_evaluation(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
+def is_evaluation_missing(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
     """Whether the evaluation of a step that an earlier start took is due and missing. All hosts call it."""
     every = run.plan.period_steps(run.config.eval_interval)
     if run.eval_source is None or every <= 0 or not (is_last or step % every == 0):
@@ -85,7 +85,7 @@ class StepLog:
         run: TrainingRun[Any],
         terminal: Terminal,
         log: Log | None,
-        counts: Counts,
+        counts: TrainProgress,
         hooks: Sequence[Hook] = (),
     ):
         self._run, self._terminal, self._log, self._hooks = run, terminal, log, hooks
@@ -103,7 +103,7 @@ class StepLog:
         """Excludes the time since the last step from the next step's."""
         self._last_ready = time.perf_counter()
 
-    def add(self, step: int, taken: Taken, state: TrainState) -> Record:
+    def add(self, step: int, taken: StepResult, state: TrainState) -> Record:
         """Waits for a step and records it; returns its record.
 
         Args:
@@ -122,7 +122,7 @@ class StepLog:
             examples=taken.num_examples,
         )
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        self.counts = Counts(
+        self.counts = TrainProgress(
             step,
             counts.examples_seen + taken.num_examples,
             counts.tokens_seen + values["target_tokens"],
@@ -166,7 +166,7 @@ class StepLog:
             self._compare(step, counts.examples_seen, values["loss"])
         return record
 
-    def _batch_of(self, taken: Taken, stage: BatchStage) -> Record:
+    def _batch_of(self, taken: StepResult, stage: BatchStage) -> Record:
         """The entries on the examples of a step and the sizes of its batch, once it is counted."""
         source, seen = self._run.source, self.counts.examples_seen
         mixture = {"source_epochs": source.epochs(seen)} if isinstance(source, MixtureSource) else {}

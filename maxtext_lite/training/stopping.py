@@ -47,7 +47,7 @@ def watch_signals(signals: Signals) -> Generator[Signals]:
     A command keeps its handlers: once everything is saved, a signal no longer matters.
     """
     if command_signals.installed:
-        command_signals.begin_again()
+        command_signals.reset()
         yield signals
         return
     try:

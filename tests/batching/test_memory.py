@@ -121,12 +121,12 @@ def test_context_shards_keep_their_tokens_and_the_scores_of_a_tile():
         ring.params == split.params < one.params / 3.9
     )  # parameters lie over context as over fsdp
     tile, keys_and_values = 4 * 4 * 16 * N * 512**2, 2 * K * H
-    of_one, of_ring, of_gathered = (
+    per_tensor_axes, of_ring, of_gathered = (
         held(memory, "attention of a layer") for memory in (one, ring, gathered)
     )
-    assert (of_one - tile) // 4 == of_ring - tile - 16 * 2 * 2048 * keys_and_values * (
-        4 + 4
-    )
+    assert (
+        per_tensor_axes - tile
+    ) // 4 == of_ring - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
     assert of_gathered - of_ring == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
     for name in (
         "kept of layers",

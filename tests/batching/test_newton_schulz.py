@@ -66,8 +66,8 @@ def test_every_expert_is_a_matrix_and_adapters_are_instead_of_what_is_frozen():
         for each in stacks(*keys)
         if ("context", "fsdp") in (each.rows, each.columns)
     ]
-    of_one = 2 * 256**2 * 512 + 256**3
-    assert [each.products for each in experts] == [5 * 4 * 8 / 2 * of_one] * 3
+    per_tensor_axes = 2 * 256**2 * 512 + 256**3
+    assert [each.products for each in experts] == [5 * 4 * 8 / 2 * per_tensor_axes] * 3
     (a, b) = stacks("lora_rank=2", "lora_targets=down", devices=1)
     assert a.products == 5 * 4 * (2 * 2**2 * 512 + 2**3)
     assert b.products == 5 * 4 * (2 * 2**2 * 256 + 2**3)

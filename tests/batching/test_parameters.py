@@ -20,7 +20,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
 from maxtext_lite.parallel.mesh import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
+from maxtext_lite.training.state import StepContext, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES
 
 TABLE = yaml.load(
@@ -87,7 +87,7 @@ def test_adafactors_state_on_a_device_is_as_counted(keys):
     )
     decoder = Decoder(decoder_shape(config), Pipeline(2, 2, 2))
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    state = abstract_state(StepParts(decoder, optimizer, mesh, config)).opt_state
+    state = abstract_state(StepContext(decoder, optimizer, mesh, config)).opt_state
     leaves = [
         leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape[-1] > 1
     ]

@@ -19,9 +19,9 @@ from maxtext_lite.config.bucket import (
 )
 from maxtext_lite.config.errors import (
     UserError,
-    echoed,
     full_text,
     number_text,
+    sanitize_for_terminal,
     value_text,
     without_secrets,
     writing,
@@ -87,16 +87,16 @@ def test_a_value_is_shown_on_one_line_of_bounded_length_without_secrets(value, t
 
 
 def test_a_message_is_one_line_without_control_characters_and_without_endless_words():
-    assert echoed("a\nb") == "a b"
+    assert sanitize_for_terminal("a\nb") == "a b"
     assert (
-        echoed("steps\x1b[31m=\r5\u202e\x00\udc80")
+        sanitize_for_terminal("steps\x1b[31m=\r5\u202e\x00\udc80")
         == r"steps\x1b[31m=\r5\u202e\x00\udc80"
     )
     assert (
-        echoed(f"steps={'a' * 5000} is text")
+        sanitize_for_terminal(f"steps={'a' * 5000} is text")
         == f"steps={'a' * 54}[4,916 characters]{'a' * 30} is text"
     )
-    assert len(echoed("word " * 10_000)) < 4100
+    assert len(sanitize_for_terminal("word " * 10_000)) < 4100
 
 
 def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):

@@ -11,7 +11,7 @@ from maxtext_lite.data.excluded import (
     excluded_ids,
     read_excluded,
 )
-from maxtext_lite.data.mixture import MixtureSource, SourcePart
+from maxtext_lite.data.mixture import MixtureComponent, MixtureSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Source:
 
 ONE, OTHER = Source("text:one", 10), Source("text:other", 5)
 PARTS = tuple(
-    SourcePart(name, f"text:{data}", "1", None)
+    MixtureComponent(name, f"text:{data}", "1", None)
     for name, data in (("web", "one"), ("code", "other"))
 )
 MIXED = MixtureSource(PARTS, (ONE, OTHER))

@@ -41,7 +41,7 @@ def handed_out(layout, whole, unread=0):
     assert (sum((part != 0).astype(int) for part in parts) <= 1).all()
     loaded = sum(parts)
     loaded = np.where(loaded == 0, unread, loaded)
-    return layout.hand_out({"tokens": jax.device_put(loaded, layout.load_sharding)})[
+    return layout.reshard({"tokens": jax.device_put(loaded, layout.load_sharding)})[
         "tokens"
     ]
 

@@ -3,13 +3,18 @@ import dataclasses
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.mixture import RowStream, SourcePart, continued, history_of
+from maxtext_lite.data.mixture import (
+    MixtureComponent,
+    MixtureSchedule,
+    continued,
+    history_of,
+)
 from maxtext_lite.data.order import FILE_ORDER
 from tests.mixture_trials import try_history
 
 
 def part(name, weight="1", most=None):
-    return SourcePart(name, f"rows of {name}", weight, most)
+    return MixtureComponent(name, f"rows of {name}", weight, most)
 
 
 @pytest.mark.fast
@@ -19,7 +24,9 @@ def test_random_histories_agree_with_a_loop_with_counters(number):
 
 
 def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
-    stream = RowStream(history_of([part("a", most=2), part("b", most=3), part("c")]))
+    stream = MixtureSchedule(
+        history_of([part("a", most=2), part("b", most=3), part("c")])
+    )
     numbers, positions, names = stream.rows(0, 12)
     found = "".join(names[number][-1] for number in numbers)
     assert found == "abcabcbccccc"
@@ -27,7 +34,7 @@ def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
         range(7)
     )
     assert stream.left_out == {"rows of a": 6, "rows of b": 8}
-    ends = RowStream(history_of([part("a", most=2), part("b", most=3)]))
+    ends = MixtureSchedule(history_of([part("a", most=2), part("b", most=3)]))
     assert ends.end == 5
     with pytest.raises(IndexError):
         ends.rows(3, 3)
@@ -64,13 +71,13 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
 @pytest.mark.fast
 def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_it_had():
     history = history_of([part("a")])
-    stream = RowStream(
+    stream = MixtureSchedule(
         continued(history, [part("a"), part("b")], examples_seen=7, tokens_seen=9)
     )
     assert stream.seed("rows of a", 5) == 5
     assert stream.salt("rows of a") == 0
     assert stream.rows(0, 7)[1].tolist() == list(range(7))
-    of_several = RowStream(history_of([part("a"), part("b")]))
+    of_several = MixtureSchedule(history_of([part("a"), part("b")]))
     seeds = {
         stream.seed("rows of b", 5),
         of_several.seed("rows of a", 5),

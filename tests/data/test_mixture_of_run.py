@@ -4,11 +4,11 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.mixture import (
     MixtureSource,
-    in_run,
     mixture_sentences,
     mixture_table,
     parts_of,
     steps_left,
+    with_history,
 )
 from tests.data.test_feed import NumberedSource
 
@@ -29,7 +29,7 @@ def begun(*keys, a="max_epochs: 1.5", b=""):
     parts = parts_of(config, sources)
     assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
     source = MixtureSource(tuple(parts), tuple(sources))
-    return config, make_plan(config, num_devices=1), in_run(config, source)[0]
+    return config, make_plan(config, num_devices=1), with_history(config, source)[0]
 
 
 def left(run, step=0, examples_seen=0):

@@ -7,7 +7,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import named_sources, open_mixture, open_sources
 from maxtext_lite.data.mixture import (
-    RowStream,
+    MixtureSchedule,
     history_of,
     ids_of_run,
     target_tokens_between,
@@ -29,7 +29,7 @@ def config_of(texts, **weights):
 
 def started(config):
     training, _ = open_mixture(config)
-    return training.with_stream(RowStream(history_of(training.parts)))
+    return training.with_stream(MixtureSchedule(history_of(training.parts)))
 
 
 def alone(texts, name):

@@ -11,7 +11,7 @@ from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import StepParts, make_decoder, state_from
+from maxtext_lite.training.state import StepContext, make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 from tests import hf_models
 
@@ -119,7 +119,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
     sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "data": 2}
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
     decoder = Decoder(make_decoder(config, "cpu").shape)
-    parts = StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)
+    parts = StepContext(decoder, make_optimizer(config, decoder.axes), mesh, config)
     batch = {
         key: jax.device_put(
             x.reshape(-1, 2, 12).swapaxes(0, 1), sharding(mesh, TRAIN_BATCH_AXES)

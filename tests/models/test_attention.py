@@ -15,7 +15,7 @@ from maxtext_lite.models import attention as attention_module
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention, tiled_attention
 from maxtext_lite.operations.kernel_references import plain_attention
-from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas
+from maxtext_lite.parallel import MESH_AXES, make_mesh, vmap_over_data
 from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,
@@ -164,7 +164,7 @@ def test_replicas_are_apart_and_heads_and_rows_lie_on_their_devices(kernel):
         )
 
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        found = jax.jit(over_replicas(of_replica, 2, rows=(1, 2, 3, 4, 5)))(
+        found = jax.jit(vmap_over_data(of_replica, 2, rows=(1, 2, 3, 4, 5)))(
             sink, *arrays
         )
     for replica, rows in enumerate((slice(0, 4), slice(4, 8))):

@@ -19,7 +19,7 @@ from maxtext_lite.kernels.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.experts import ExpertWeights, Routing, dropless, with_capacity
 from maxtext_lite.models.ops import number_format, project
-from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, sharding
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, vmap_over_data
 from tests.models import exact
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0}
@@ -143,7 +143,7 @@ def test_a_projection_is_that_of_the_recipe_on_every_mesh():
     g_axes = ("global_batch", "length", None)
 
     def step(w, x, g):
-        of_replica = over_replicas(
+        of_replica = vmap_over_data(
             lambda w, x, g: with_gradients(x, w, g, axes, word),
             mesh.shape["data"],
             rows=(1, 2),

@@ -9,11 +9,11 @@ import pytest
 
 from maxtext_lite.parallel import (
     MESH_AXES,
+    all_gather_for_compute,
     axes_in_use,
     constrain,
     exchanged,
     gathered,
-    gathered_for_use,
     largest,
     make_mesh,
     num_shards,
@@ -76,7 +76,7 @@ def test_the_gradient_of_a_gathered_weight_is_sharded_like_the_stored_weight(mes
 
     def total(w):
         return jnp.sum(
-            jnp.square(gathered_for_use(w, axes_in_use(lies_as), lies_as)[place])
+            jnp.square(all_gather_for_compute(w, axes_in_use(lies_as), lies_as)[place])
         )
 
     with jax.set_mesh(mesh):

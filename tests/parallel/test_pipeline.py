@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives, parse
-from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
+from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, vmap_over_data
 
 AXES = {"x": ("batch", None), "label": ("batch",)}
 
@@ -75,7 +75,7 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(
         replicas = mesh.get("data", 1)
 
         def piped(stack, x):
-            run = over_replicas(
+            run = vmap_over_data(
                 lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES),
                 replicas,
                 rows=(1,),

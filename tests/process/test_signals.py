@@ -89,7 +89,7 @@ def test_with_something_to_save_the_first_is_a_request_and_the_second_ends_with_
 @BOTH
 def test_while_another_run_begins_a_signal_ends_the_process_again(of_a_command, number):
     of_a_command.ask(lambda number: pytest.fail("asked"))
-    of_a_command.begin_again()
+    of_a_command.reset()
     assert exit_code(of_a_command, number) == 130
 
 

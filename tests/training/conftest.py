@@ -14,7 +14,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
-from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
+from maxtext_lite.training.checkpoint import Checkpointer, TrainProgress, fingerprint
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.noise import NoiseScale
@@ -25,7 +25,7 @@ from maxtext_lite.training.optimizer import (
     make_optimizer,
 )
 from maxtext_lite.training.state import (
-    StepParts,
+    StepContext,
     abstract_state,
     make_decoder,
     state_from,
@@ -87,7 +87,7 @@ class Setup:
     def parts(self):
         """The parts of its step."""
         objective = self.objective or objective_of(self.config)
-        return StepParts(
+        return StepContext(
             self.decoder, self.optimizer, self.mesh, self.config, objective, self.local
         )
 
@@ -188,7 +188,7 @@ def setup():
 
 
 NOISE = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
-COUNTS = Counts(
+COUNTS = TrainProgress(
     step=7,
     examples_seen=112,
     tokens_seen=3_000_000_000,

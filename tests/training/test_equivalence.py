@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.analysis import equiv as equivalence
-from maxtext_lite.analysis.equiv import Split, verdicts
+from maxtext_lite.analysis.equiv import Split, compare_splits
 from maxtext_lite.config import UserError
 from maxtext_lite.training.gradients import GradientLoop
 from tests.conftest import use_one_device
@@ -64,7 +64,7 @@ def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
         lambda config: [Split(name, keys) for name, keys in WAYS.items()],
     )
     # The refused one is known before any has run; the others follow as they end.
-    refused, split, lost, missing = verdicts(
+    refused, split, lost, missing = compare_splits(
         None, ["base_num_decoder_layers=2"], tmp_path
     )
     assert (split.agrees, split.refused, split.optimizer) == (True, "", "sgd")
@@ -123,7 +123,7 @@ def test_a_config_that_does_not_run_whole_is_refused_with_the_reason(
 
     monkeypatch.setattr(equivalence, "_run_on", fail)
     with pytest.raises(UserError) as refused:
-        next(verdicts(None, [], tmp_path))
+        next(compare_splits(None, [], tmp_path))
     assert ran == ["0"]  # the others need not run
     assert (
         str(refused.value)

@@ -11,7 +11,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.data import example_ids
 from maxtext_lite.training import train
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
@@ -40,7 +40,7 @@ def begun(tmp_path, words):
     with jax.set_mesh(run.mesh):
         state, _ = run.restore_or_init()
         with contextlib.closing(
-            FeedSteps(run, Terminal(log_period=1, quiet=False), state, Counts())
+            FeedSteps(run, Terminal(log_period=1, quiet=False), state, TrainProgress())
         ) as steps:
             yield run, steps, state
 

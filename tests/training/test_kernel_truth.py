@@ -14,7 +14,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.models import Scoring
 from maxtext_lite.models.attention import attention
 from maxtext_lite.operations import kernel_check as kernel_truth
-from maxtext_lite.operations.kernel_check import compare, prove_kernels
+from maxtext_lite.operations.kernel_check import check_kernels, compare
 from maxtext_lite.operations.kernel_references import plain_attention
 
 T, N, K, H = 256, 4, 2, 16
@@ -101,7 +101,7 @@ def begun(setup, rows, tmp_path):
         parts, said = dataclasses.replace(it.parts, decoder=decoder), []
         run = types.SimpleNamespace(parts=parts, note_environment=note)
         with jax.set_mesh(it.mesh):
-            prove_kernels(
+            check_kernels(
                 run, {name: array[None] for name, array in rows.items()}, said.append
             )
         return said

@@ -17,7 +17,7 @@ from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.state import StepParts, make_decoder
+from maxtext_lite.training.state import StepContext, make_decoder
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
@@ -88,7 +88,7 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkey
     params = load_hf_parameters(directory, abstract, "HF_DIR")
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         step = GradientLoop(
-            StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)
+            StepContext(decoder, make_optimizer(config, decoder.axes), mesh, config)
         ).of_step
         found = jax.device_get(jax.jit(step)(params, batch))
     assert found.target_tokens == found.num_counted == count == 21

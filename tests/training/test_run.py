@@ -14,7 +14,7 @@ from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.bucket import names_below
 from maxtext_lite.operations.step_memory import MemoryHook
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
@@ -23,7 +23,7 @@ from maxtext_lite.training.run_files import (
     try_to_write,
     write_json,
 )
-from maxtext_lite.training.state import OwnParts
+from maxtext_lite.training.state import Overrides
 from tests.training.conftest import TINY
 
 KEYS = """
@@ -41,8 +41,8 @@ def run_of(tmp_path, *overrides, **more):
     )
 
 
-def introduce(run, counts):
-    run.introduce(Terminal(log_period=1, quiet=False), counts)
+def log_startup(run, counts):
+    run.log_startup(Terminal(log_period=1, quiet=False), counts)
     MemoryHook().start(run, None, counts, print)
 
 
@@ -126,7 +126,7 @@ def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
         "per_device_batch_size=1",
     )
     run = run_of(tmp_path, WITHOUT, *words)
-    rate = run.schedule(Counts())(np.int32(2), Progress.start())
+    rate = run.schedule(TrainProgress())(np.int32(2), Progress.start())
     assert float(rate) == pytest.approx(0.02)
     params = jax.tree.map(
         lambda x: np.ones(x.shape, x.dtype), run.decoder.abstract_params
@@ -157,7 +157,7 @@ def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, 
     run = run_of(tmp_path, *keys)
     with run.opened(print):
         run.restore_or_init()
-        introduce(run, Counts())
+        log_startup(run, TrainProgress())
     assert "answers end with <turn>" in capsys.readouterr().out
     stated = json.loads((tmp_path / "here/hf/generation_config.json").read_text())
     assert stated["eos_token_id"] == [0, 1]
@@ -171,7 +171,7 @@ def test_what_is_said_of_the_whole_text_is_said_once(tmp_path, capsys):
     run = run_of(tmp_path, *keys)
     with run.opened(print):
         run.restore_or_init()
-        introduce(run, Counts())
+        log_startup(run, TrainProgress())
     said = [line for line in capsys.readouterr().out.split("\n") if "cut: 40" in line]
     assert [line.partition(":")[0] for line in said] == ["training and held-out data"]
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
             pytest.raises(UserError, match=f"{name} cannot be written"),
             run.opened(print),
         ):
-            introduce(run, Counts())
+            log_startup(run, TrainProgress())
         (tmp_path / "here" / name).rmdir()
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(UserError, match=r"start .* over"):  # a run with checkpoints
@@ -213,13 +213,13 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
         rates.append([float(rate(step)) / 0.01 for step in (3, 4, 5)])
         return optax.sgd(rate)
 
-    before, after = Counts(), Counts(step=4, examples_seen=32)
+    before, after = TrainProgress(), TrainProgress(step=4, examples_seen=32)
     for counts, batch in ((before, 8), (after, 16)):
         run = run_of(
             tmp_path,
             *keys,
             f"global_batch_size={batch}",
-            own=OwnParts(optimizer=factory),
+            own=Overrides(optimizer=factory),
         )
         with run.opened(print):
             state, found = run.restore_or_init()
@@ -227,7 +227,7 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
                 counts.step,
                 counts.examples_seen,
             )
-            introduce(run, found)
+            log_startup(run, found)
             ends.append(
                 json.loads((tmp_path / "here" / "plan.json").read_text())["steps"]
             )

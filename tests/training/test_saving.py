@@ -20,13 +20,13 @@ from maxtext_lite.training.saving import (
     check,
     damage,
     in_items,
-    make_room,
+    prepare_unfinished,
+    quarantine,
     read_manifest,
     remove,
     remove_leftovers,
     save_alone,
-    set_aside,
-    while_unfinished,
+    unfinished_path,
     write_part,
 )
 
@@ -65,8 +65,8 @@ def parent(request, tmp_path):
 
 
 def write(parent, step, text="whole", *, commits=True):
-    make_room(parent / str(step))
-    where = while_unfinished(parent / str(step)) / "params"
+    prepare_unfinished(parent / str(step))
+    where = unfinished_path(parent / str(step)) / "params"
     where.mkdir(parents=True, exist_ok=True)
     (where / "w").write_text(text)
     assert step not in steps_in(parent)
@@ -101,7 +101,7 @@ def test_a_checkpoint_counts_from_its_commit_to_its_removal_and_what_a_kill_leav
 
 def test_one_set_aside_is_kept_until_its_step_is_saved_again(parent):
     write(parent, 7, "damaged")
-    assert set_aside(parent / "7").name == "damaged-7"
+    assert quarantine(parent / "7").name == "damaged-7"
     remove_leftovers(parent)
     assert steps_in(parent) == []
     kept = parent / ("7" if "gs:" in str(parent) else "damaged-7")

@@ -12,9 +12,9 @@ from maxtext_lite.data.excluded import ExcludedRow
 from maxtext_lite.operations.row_losses import RowLoss
 from maxtext_lite.operations.spikes import (
     MOST,
-    RowsBefore,
+    PreviousStepRows,
     SpikesHook,
-    find_guilty,
+    find_outlier_rows,
     refuse_to_go_back_often,
 )
 from maxtext_lite.training import LossSpike, train
@@ -129,17 +129,17 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
         # By the parameters before the last update the step was in its band: the update is to blame.
         (
             ALIKE,
-            RowsBefore(72, [*ALIKE[:7], row_of(17, 2.0, grad_norm=50.0)], ALIKE),
+            PreviousStepRows(72, [*ALIKE[:7], row_of(17, 2.0, grad_norm=50.0)], ALIKE),
             (72, [17]),
         ),
         # The same of a custom loss, whose weights are below 1.
-        (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
+        (LIGHT, PreviousStepRows(72, ALIKE, LIGHT), (80, list(range(8)))),
     ],
 )
 def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(
     rows, before, guilty
 ):
-    found = find_guilty(80, rows, before, limit=2.5, width=8)
+    found = find_outlier_rows(80, rows, before, limit=2.5, width=8)
     assert (found.first, [row.row for row in found.rows]) == guilty
 
 

@@ -12,7 +12,7 @@ from maxtext_lite.training.loop import RunResult
 from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.starting_over import check_removable, remove_run
-from maxtext_lite.training.state import OwnParts
+from maxtext_lite.training.state import Overrides
 from tests.config.hf.test_directories import adapter
 from tests.training.conftest import TINY
 
@@ -124,7 +124,7 @@ def test_a_job_that_is_queued_again_resumes_and_says_so(
 
 
 def test_a_resume_with_another_objective_is_refused(tmp_path):
-    own = OwnParts(objective=CustomLoss(lambda *_: (0, 0), 8, 8))
+    own = Overrides(objective=CustomLoss(lambda *_: (0, 0), 8, 8))
     configured = run_of(tmp_path)
     reader = CheckpointReader(tmp_path, configured._fingerprint)
     saved = run_of(tmp_path, own=own)._fingerprint

@@ -5,11 +5,11 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import (
+    append_restart,
     moved_batch,
-    moved_schedule,
     resume_between,
+    schedule_change_note,
     settings_at,
-    with_start,
 )
 
 
@@ -21,13 +21,13 @@ def start(before, step, seen, *overrides):
     """
     config = load_config(None, [*keys.split(), *overrides])
     plan = make_plan(config, num_devices=1, num_examples=64)
-    return config, plan, with_start(before, config, plan, step, seen)
+    return config, plan, append_restart(before, config, plan, step, seen)
 
 
 def test_rates_of_two_peaks_are_said_with_their_peaks():
     *_, starts = start([], 0, 0, "learning_rate=2e-3")
     *of, starts = start(starts, 8, 32, "global_batch_size=8", "learning_rate=1e-3")
-    (said,) = moved_schedule(*of, starts, 8, 32)
+    (said,) = schedule_change_note(*of, starts, 8, 32)
     for rate in ("33.3% of learning_rate=0.001", "50.0% of learning_rate=0.002"):
         assert rate in said
 
@@ -75,7 +75,7 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, rates):
     *_, starts = start([], 0, 0, *first)
     *of, starts = start(starts, 8, 32, *overrides)
-    said = moved_schedule(*of, starts, 8, 32)
+    said = schedule_change_note(*of, starts, 8, 32)
     assert len(said) == bool(end)
     for sentence in said:
         assert end in sentence
@@ -87,7 +87,7 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
     batch = of[1].global_batch_to_train
     *of, again = start(starts, 9, 32 + batch, *overrides)
     assert again == starts
-    assert moved_schedule(*of, again, 9, 32 + batch) == []
+    assert schedule_change_note(*of, again, 9, 32 + batch) == []
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_resume_that_changes_the_batch_says_from_what_to_what_and_why(
     for step, num_devices, keys in ((0, 2, []), (3, devices, overrides)):
         config = load_config(None, ["per_device_batch_size=4", *keys])
         plan = make_plan(config, num_devices=num_devices, num_examples=512)
-        starts = with_start(starts, config, plan, step, 8 * step)
+        starts = append_restart(starts, config, plan, step, 8 * step)
     (said,) = moved_batch(plan, starts, 3)
     assert "16 instead of 8 after step 3" in said
     assert why in said

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import LossSpike, NonFiniteLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_log import StepLog, Taken
+from maxtext_lite.training.step_log import StepLog, StepResult
 from tests.training.conftest import TINY, lines_of
 
 METRICS = {
@@ -44,7 +44,7 @@ def log_of(opened, monkeypatch):
     """A function from counts and changed keys to a step log that writes metrics.jsonl."""
     logs, config = [], opened.config
 
-    def make(counts=Counts(), **changed):  # noqa: B008 - it is frozen
+    def make(counts=TrainProgress(), **changed):  # noqa: B008 - it is frozen
         monkeypatch.setattr(opened, "config", config.model_copy(update=changed))
         logs.append(MetricsLog(opened.directory, 0))
         return StepLog(opened, Terminal(log_period=1, quiet=True), logs[-1], counts)
@@ -58,7 +58,7 @@ def add(log, step, *, more=None, **changed):
     metrics = {name: np.asarray(value) for name, value in (METRICS | changed).items()}
     log.add(
         step,
-        Taken(
+        StepResult(
             metrics,
             np.array([4, 9]),
             2,
@@ -71,7 +71,7 @@ def add(log, step, *, more=None, **changed):
 
 
 def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
-    log = log_of(Counts(step=3, examples_seen=6, tokens_seen=100))
+    log = log_of(TrainProgress(step=3, examples_seen=6, tokens_seen=100))
     add(log, 4, more={"reward": 0.5, "unscored_fraction": 0.25})
     counts = log.counts
     assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
@@ -120,7 +120,7 @@ def test_skipped_steps_in_a_row_end_the_run_at_their_limit(log_of):
 
 def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     """Sixteen losses of 1 and 3 in turn: median 2, its distances 1, so that two deviations end at 2 + 2 x 1.4826."""
-    counts = Counts(losses=(*[9.0] * 16, *[1.0, 3.0] * 7, 1.0))
+    counts = TrainProgress(losses=(*[9.0] * 16, *[1.0, 3.0] * 7, 1.0))
     log = log_of(counts, max_loss_spike=2.0, skip_nonfinite_updates=True)
     add(log, 1, loss=3.0)
     assert log.counts.losses == (*[9.0] * 16, *[1.0, 3.0] * 8)  # the last 32
@@ -135,6 +135,6 @@ def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     assert (spike.value.step, spike.value.limit) == (5, pytest.approx(4.9652))
     assert spike.value.examples_seen == lines_of(log.directory)[3]["examples_seen"]
     assert len(lines_of(log.directory)) == 5  # on record all the same
-    without = log_of(Counts(losses=(1.0,) * 32))
+    without = log_of(TrainProgress(losses=(1.0,) * 32))
     add(without, 1, loss=1e6)
     assert without.counts.losses == (1.0,) * 32
