@@ -281,7 +281,7 @@ class Replay:
       after: the step of the checkpoint that it started from; 0: the run's first parameters.
       elsewhere: why bits need not be equal; "": no difference is known.
       tolerance: relative; 0: to the bit.
-      fields: expected and found values of its line, and whether they agree; see `run_difference.compared_fields`.
+      fields: expected and found values of its line, and whether they agree; see `replay.compared_fields`.
       first_difference: the first step after `after` that differs; None: none does.
       rows: each row by itself, in the step's order; None: not requested.
     """

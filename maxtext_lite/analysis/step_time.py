@@ -166,7 +166,7 @@ def roofline(
 
 
 def matmul_peak(device: Device, operands: str) -> float | None:
-    """FLOP/s of a matmul by its operands' dtypes, as in `roofline`; of two, the slower. None: unknown."""
+    """FLOP/s of a matmul by its operands' dtypes, as in `step_time`; of two, the slower. None: unknown."""
     peaks = [
         device.peak("float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)) or device.peak("bfloat16")
         for dtype in operands.split("x")

@@ -182,7 +182,7 @@ class BatchPlan(Batch):
 
     @property
     def examples_per_loading_host(self) -> Fraction:
-        """Examples that one host reads in one load; a fraction where the shares of hosts differ by one."""
+        """Examples that one host reads in one load; the mean over the hosts that load."""
         return Fraction(self.global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
 
     @property
@@ -494,9 +494,6 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
         return replicas
     message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
     return Violation(key, message, (*multiples_around(data_axis, replicas), -1))
-
-
-"""Values that the pipeline's keys may have without a pipeline."""
 
 
 def refusals(

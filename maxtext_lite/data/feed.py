@@ -241,7 +241,8 @@ def training_batches(
       balance: assigns a step's rows to shards; None: rows stay in the order of the run.
       excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
-      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's, A the target's.
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
+      ramp's stage; A that of the target batch, whose later micro-batches are empty.
     """
     segments: list[_Segment] = []
     num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no run has that many
@@ -313,7 +314,7 @@ class HostRows(NamedTuple):
     Attributes:
       example_ids: of the whole step or evaluation batch, over all hosts and loads.
       cells: int64 [2, n]: each row's micro-batch (0 for evaluation) and its index among the host's slots.
-      rows: the fields of `packing.build_row`, [n, T].
+      rows: the fields of `rows.build_row`, [n, T].
       attention_imbalance: as in DeviceBatch.
     """
 
@@ -361,7 +362,7 @@ class TrainingReads:
         if self.balance:
             order, imbalance = self.balance.arranged(self.source, ids, self.micro_batches)
             ids, is_out = ids[order], is_out[order]
-        # Example j is in micro-batch j % A, slot j // A: without balancing, a device has the same examples for every A.
+        # Example j is in micro-batch j % M, slot j // M: without balancing, a device has the same examples for every M.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         is_own = np.isin(slots, self.host_slots) & ~is_out  # the slots of examples that are left out stay empty
         own = np.array_split(np.flatnonzero(is_own), self.loads_per_step)[load]

@@ -384,7 +384,7 @@ class BestFitRows:
         )
 
     def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """A row, as `packing.build_row` describes it; each piece is a segment, and every used slot has a target.
+        """A row, as `rows.build_row` describes it; each piece is a segment, and every used slot has a target.
 
         Raises:
           UserError: the index does not belong to this stream.
@@ -397,16 +397,16 @@ class BestFitRows:
         return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """See `packing.Rows`."""
+        """See `rows.Rows`."""
         before = np.asarray(self.rows)[:, 1]
         return int((before[rows + 1] - before[rows]).sum())
 
     def count_targets_between(self, first: int, stop: int) -> int:
-        """See `packing.Rows`."""
+        """See `rows.Rows`."""
         return int(self.rows[stop, 1] - self.rows[first, 1])
 
     def documents(self, rows: np.ndarray) -> Documents:
-        """See `packing.Rows`; a document that is cut counts as its pieces."""
+        """See `rows.Rows`; a document that is cut counts as its pieces."""
         first = np.asarray(self.rows)[:, 0]
         pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
         return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)

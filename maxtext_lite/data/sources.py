@@ -41,7 +41,7 @@ _MOST_COUNTED = 2**25  # documents that take about a second
 
 
 class ExampleSource(Protocol):
-    """A picklable sequence of examples, each as `packing.build_row` describes it."""
+    """A picklable sequence of examples, each as `rows.build_row` describes it."""
 
     @property
     def fingerprint(self) -> str:
@@ -50,7 +50,7 @@ class ExampleSource(Protocol):
 
     @property
     def fields(self) -> Sequence[str]:
-        """Names of an example's arrays; `packing.field_dtype` gives their dtypes."""
+        """Names of an example's arrays; `rows.field_dtype` gives their dtypes."""
         ...
 
     @property
@@ -202,7 +202,7 @@ class TextSource(Source):
         return self.num_rows
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
+        """One example: see `rows.build_row`. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_rows)
         return self.row_layout.build(self.stream, self.first_row + example_id)
 
@@ -261,7 +261,7 @@ class SyntheticSource(Source):
         return self.num_examples
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example, as `packing.build_row` describes it. Raises IndexError outside [0, len)."""
+        """One example, as `rows.build_row` describes it. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_examples)
         generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
         drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)

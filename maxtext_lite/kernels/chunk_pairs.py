@@ -55,7 +55,7 @@ def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Arr
     """Contexts and log-partitions over the keys of all shards.
 
     Args:
-      strategy: how the shards exchange keys, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards exchange keys, one of `attention.STRATEGIES`.
       keys: this shard's.
       own: the results for its own keys.
     """

@@ -57,7 +57,7 @@ def mosaic_attention(
     """`attention` by tokamax's Mosaic kernels, for any T.
 
     Args:
-      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
     """
 
     def local(
@@ -157,7 +157,7 @@ class Sharded:
     """`Mosaic` for a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
 
     Attributes:
-      strategy: how the shards exchange keys, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards exchange keys, one of `attention.STRATEGIES`.
     """
 
     scale: float

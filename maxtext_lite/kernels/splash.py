@@ -208,7 +208,7 @@ def splash_attention(
     """`attention` by the Pallas kernel for TPU; T, or on context shards each chunk, must be a multiple of 128.
 
     Args:
-      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
     Raises:
       ValueError: T, or a chunk, is not a multiple of 128.

@@ -301,7 +301,7 @@ def attention(
         cudnn_flash does not read it: rows must contain one document each.
       sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
       kernel: a name of the registry's kind `attention`.
-      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.

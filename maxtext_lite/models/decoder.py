@@ -144,8 +144,8 @@ class Stream(NamedTuple):
       x_BTD: the residual stream, in `dtype`.
       segment_BT: document number of each token.
       position_BT: position of each token in its document.
-      aux: sums over the layers so far of what `moe.ExpertShape.aux_axes` names, [B] or [B, T], and the EXPERT_COUNTS of
-        the last L layers with experts; {} without experts.
+      aux: sums over the layers so far of what `experts.ExpertShape.aux_axes` names, [B] or [B, T], and the
+        EXPERT_COUNTS of the last L layers with experts; {} without experts.
     """
 
     x_BTD: jax.Array

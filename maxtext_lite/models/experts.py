@@ -68,7 +68,7 @@ class ExpertShape(ExpertSizes):
       groups_per_token: a token chooses among the experts of this many groups, those whose best expert (softmax) or best
         two together (sigmoid) score highest.
       activation: of the experts' gated mlps.
-      matmul: kernel of the grouped matmuls of `dropless`.
+      matmul: kernel of the grouped matmuls of `experts`.
       grad_dtype: of their weights' gradients as these cross `fsdp`.
       quantization: of the matmuls with their weights.
     """

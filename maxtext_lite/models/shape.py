@@ -43,7 +43,7 @@ class DecoderShape(ModelShape):
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are recomputed. None: all are kept.
       offloaded: names of the tensors that it keeps in pinned host memory.
-      context_strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+      context_strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       experts: sizes and routing, in place of each layer's mlp; None: the mlp.
       lora: the adapters that are trained beside frozen weights; None: the weights are trained.
     """

@@ -91,7 +91,7 @@ def compare(kernel: Kernel, plain: Kernel, arrays: Sequence[jax.Array], least: f
 
     The error is the 2-norm of the difference in the worst block of 128 tokens (or other entries of the second dim) of a
     row, relative to the norm of the block plus a tenth of the mean block's. The truth is `plain` in float32; the bound
-    is four times the error of `plain` in the arrays' dtype, and at least `least`.
+    is four times the error of `kernel_references` in the arrays' dtype, and at least `least`.
     """
 
     def with_gradients(function: Kernel, arrays: Sequence[jax.Array], g: jax.Array | None) -> list[jax.Array]:

@@ -64,7 +64,7 @@ def plain_experts(
     activation: Activation,
     on_input: bool,
 ) -> jax.Array:
-    """`dropless.dropless` by every expert for every token, in which experts that were not chosen have no share."""
+    """`experts.dropless` by every expert for every token, in which experts that were not chosen have no share."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def plus(y_BTD: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

@@ -351,7 +351,7 @@ _NO_PORT = "Failed to start RPC server"  # as jax says it of a port that is take
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
 
-    One of several processes first joins the others, and then sees their devices too: see `cluster.process_info`. A
+    One of several processes first joins the others, and then sees their devices too: see `hosts.process_info`. A
     process that is alone starts nothing.
 
     A CPU that simulates N devices gets 2 N threads. By default XLA gives it one for each core or device; inside a

@@ -1,6 +1,6 @@
 """Megatron's tokenized datasets, PREFIX.bin and PREFIX.idx, read in place without a copy.
 
-Where documents start, and a hash of their content, are computed once, as in `row_index`; that reads everything.
+Where documents start, and a hash of their content, are computed once, as in `rows`; that reads everything.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class CheckpointReader:
     Attributes:
       mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `find_before`, the
         newest; later checkpoints are saved with it.
-      starts: the run's, from the restored checkpoint, likewise saved with later ones; see `starts`.
+      starts: the run's, from the restored checkpoint, likewise saved with later ones; see `checkpoint`.
     """
 
     def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
@@ -309,7 +309,7 @@ class CheckpointReader:
 
 
 class Checkpointer(CheckpointReader):
-    """The checkpoints of one run directory. A checkpoint counts once it has its name; see `commit`.
+    """The checkpoints of one run directory. A checkpoint counts once it has its name; see `saving`.
 
     All hosts call its methods, except `close`.
 

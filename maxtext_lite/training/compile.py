@@ -195,7 +195,7 @@ class Built(NamedTuple):
 
     Attributes:
       tracing, compiling: in seconds.
-      kept: compiled by an earlier process: see `compilation_cache`.
+      kept: compiled by an earlier process: see `compile`.
     """
 
     step: Compiled

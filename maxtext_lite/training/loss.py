@@ -34,7 +34,7 @@ HEAD_AXES = ("embed", "vocab")
 class LossSums(NamedTuple):
     """Float32 sums over target tokens: of the weighted nll and of the weighted squared log-partition.
 
-    `aux` has the experts' sums by name (see `outputs.Outputs`), {} without experts, and an objective's own.
+    `aux` has the experts' sums by name (see `loss.Outputs`), {} without experts, and an objective's own.
     """
 
     nll: jax.Array

@@ -1,7 +1,7 @@
 """Saving and verification of checkpoints: Orbax writes them, they are hashed, and only then do they get their name.
 
 Once Orbax has finished a checkpoint, each process adds the checksums of its share of the files; once all checksums are
-written, the first process makes the checkpoint count (see `commit`).
+written, the first process makes the checkpoint count (see `saving`).
 """
 
 import concurrent.futures
