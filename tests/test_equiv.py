@@ -16,7 +16,7 @@ DIFFERS = Verdict("data 8", "adamw", difference="step 2: loss 1.0 and 1.1", loss
 
 
 @pytest.mark.parametrize(
-    ("compare_splits", "code", "last"),
+    ("verdicts", "code", "last"),
     [
         (
             [AGREES, REFUSED],
@@ -31,17 +31,17 @@ DIFFERS = Verdict("data 8", "adamw", difference="step 2: loss 1.0 and 1.1", loss
     ],
 )
 def test_a_line_for_each_split_and_the_exit_code(
-    compare_splits, code, last, monkeypatch, capsys
+    verdicts, code, last, monkeypatch, capsys
 ):
-    monkeypatch.setattr(equivalence, "compare_splits", lambda *_: iter(compare_splits))
+    monkeypatch.setattr(equivalence, "compare_splits", lambda *_: iter(verdicts))
     assert main(["steps=5"]) == code
     *lines, end = capsys.readouterr().out.splitlines()
     assert end == last
     first = " ".join(lines[0].split())
     assert first == "fsdp 8 sgd loss 2.0e-08 parameters 3.0e-07 agrees"
     assert lines[1].endswith(
-        compare_splits[1].difference or f"refused: {compare_splits[1].refused}"
+        verdicts[1].difference or f"refused: {verdicts[1].refused}"
     )
     assert main(["--json"]) == code
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["agrees"] for each in told] == [each.agrees for each in compare_splits]
+    assert [each["agrees"] for each in told] == [each.agrees for each in verdicts]

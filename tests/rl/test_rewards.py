@@ -233,10 +233,7 @@ def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
         assert judged(judge, ANSWERS[:1], ["dd"]).total.tolist() == [2]
     out, errors = capfd.readouterr()
     assert out == ""
-    assert (
-        errors.splitlines()
-        == ['{"rewards": [7]}', "written", "sanitize_for_terminal"] * 2
-    )
+    assert errors.splitlines() == ['{"rewards": [7]}', "written", "echoed"] * 2
     assert judge._worker is None
 
 
