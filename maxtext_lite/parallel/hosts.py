@@ -5,6 +5,7 @@ assigns one GPU to each process of a node, whatever its share, and takes the tas
 """
 
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
@@ -345,7 +346,6 @@ def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None
 _SIMULATED = "--xla_force_host_platform_device_count="
 _NAME_SERVER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0
-_NO_PORT = "Failed to start RPC server"  # as jax says it of a port that is taken
 
 
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
@@ -431,6 +431,8 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     try:
         address = found.address or coordinator_address(found.method, timeout_seconds)
         _require_host(found, address)
+        if found.process_id == 0:
+            _require_free_port(found, address)
         watch.start()
         jax.distributed.initialize(
             address,
@@ -442,8 +444,6 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
             **arguments,
         )
     except (ValueError, RuntimeError) as error:
-        if _NO_PORT in str(error):
-            raise UserError(f"{found.stated_by}: process 0 cannot listen there: {_NO_PORT}.") from None
         if isinstance(error, RuntimeError) and found.method is None:
             raise  # about the connection; other errors mean that the environment contains what jax cannot use
         raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
@@ -452,6 +452,23 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     for observer in observers:
         observer.after_joining(found.process_id, found.num_processes)
     sys.excepthook = _report_and_end_soon
+
+
+def _require_free_port(found: ProcessInfo, address: str) -> None:
+    """Refuses a port at which another program listens: a server of jax that cannot start may crash as it ends."""
+    stated = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + address.rpartition(":")[2])
+    host, _, port = stated.rpartition(":")
+    host = host.strip("[]")
+    is_ipv6 = ":" in host
+    try:
+        socket.create_server(
+            (host, int(port)),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+        ).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"{found.stated_by}: process 0 cannot listen there: {error.strerror}.") from None
 
 
 def _require_host(found: ProcessInfo, address: str) -> None:
