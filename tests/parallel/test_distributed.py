@@ -140,9 +140,8 @@ def test_two_processes_of_two_devices_that_slurm_has_started_are_four_devices_an
     for number, process in enumerate(processes):
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        assert [line for line in output.splitlines() if "Gloo" not in line] == [
-            f"{number} 2 4 2 {{1111.0}}"
-        ]
+        # Gloo's threads write lines of their own, which may be mixed.
+        assert f"{number} 2 4 2 {{1111.0}}" in output.splitlines()
 
 
 def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others():
