@@ -186,7 +186,8 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
 
 def _steps(least: int, whole: str, special: int | None = None) -> BeforeValidator:
     """An integer of at least `least`, a number between 0 and 1, which is that part of `whole`, or `special`."""
-    rule = f"must be an integer of at least {least}, or a number between 0 and 1: that part of {whole}"
+    or_special = "" if special is None else f", {special}"
+    rule = f"must be an integer of at least {least}{or_special}, or a number between 0 and 1: that part of {whole}"
 
     def check(stated: object) -> object:
         number = exact(stated)
