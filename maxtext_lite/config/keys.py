@@ -555,7 +555,7 @@ class ObjectiveKind:
       makes: `module:function` from a config to an `Objective` of training/objective.py; "": the run makes it.
       data: what it trains on.
       rows_per_example: rows of max_target_length tokens in an example.
-      starts: `module:function` called with (run, state, counts, terminal) before the first step; "": nothing.
+      starts: `module:function` called with (run, state, counts, say) before the first step; "": nothing.
       against: `module:function` from a model's scores and those of the model that the run began with to those to
         evaluate; "": the model's own.
     """

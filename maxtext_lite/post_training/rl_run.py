@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
-from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data import ExampleSource, Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.models import Sampling
@@ -33,7 +33,8 @@ class RLRun:
     """One process's part in a run of reinforcement learning.
 
     Attributes:
-      run: the trainer, whose sources are prompts.
+      run: the trainer.
+      prompts: those to train on; `eval_prompts`: the held-out ones.
       config: the user's.
       batch: the arithmetic of its batches.
       policy: the objective of a step.
@@ -42,7 +43,9 @@ class RLRun:
       stop_token_ids: tokens after which a response ends.
     """
 
-    run: TrainingRun[PromptSource]
+    run: TrainingRun
+    prompts: PromptSource
+    eval_prompts: PromptSource | None
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
@@ -140,8 +143,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         run = TrainingRun(
             config,
             plan,
-            source=source,
-            eval_source=eval_source,
+            source=cast(ExampleSource, source),  # the loop asks for what both have
+            eval_source=cast(ExampleSource | None, eval_source),
             own=Overrides(objective=policy),
             devices=devices[: batch.trainer_devices],
             examples_of_entry=batch.examples_per_entry,
@@ -150,7 +153,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         if rewards is not None:
             rewards.close()
         raise
-    return RLRun(run, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
+    return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
 
 
 def _refuse_other_prompts(fingerprints: list[str | None]) -> None:

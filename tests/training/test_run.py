@@ -15,7 +15,6 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.bucket import names_below
 from maxtext_lite.operations.step_memory import MemoryHook
 from maxtext_lite.training.checkpoint import TrainProgress
-from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
 from maxtext_lite.training.run_files import (
@@ -42,7 +41,7 @@ def run_of(tmp_path, *overrides, **more):
 
 
 def log_startup(run, counts):
-    run.log_startup(Terminal(log_period=1, quiet=False), counts)
+    run.log_startup(print, counts)
     MemoryHook().start(run, None, counts, print)
 
 
@@ -112,9 +111,9 @@ def test_the_work_of_a_step_is_that_of_its_documents_each_alone(tmp_path):
     of = [sum(flops_per_example(run.config, n) for n in row) for row in lengths]
     run.excluded = {1: 0}
     ids = np.arange(len(rows))
-    assert run.flops_of(ids, 0) == pytest.approx(sum(of) - of[1])
-    assert run.flops_of(np.array([1]), 0) == 0
-    assert run.flops_of(ids, 0) < run.plan.flops_per_example * (len(rows) - 1)
+    assert run.flops_of(ids, len(ids), 0) == pytest.approx(sum(of) - of[1])
+    assert run.flops_of(np.array([1]), 1, 0) == 0
+    assert run.flops_of(ids, len(ids), 0) < run.plan.flops_per_example * (len(rows) - 1)
 
 
 def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
