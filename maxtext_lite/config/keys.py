@@ -633,6 +633,7 @@ class RunConfig(Section):
     last_batch: Literal["drop", "train"]
     seed: Seed
     log_period: StepsOrPartOfEpoch
+    log_level: Literal["brief", "detail"]
     enable_checkpointing: Flag
     checkpoint_period: StepsOrPartOfEpoch
     max_num_checkpoints_to_keep: Count

@@ -28,6 +28,7 @@ from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.startup import log_startup
 from maxtext_lite.training.state import Overrides, TrainState
 from maxtext_lite.training.step_log import StepLog, StepResult, is_evaluation_missing, open_lines
 from maxtext_lite.training.stopping import Reason, Signals, Stop, watch_signals
@@ -210,7 +211,7 @@ def train_run(
             why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
-        run.log_startup(terminal.say, counts)
+        log_startup(run, counts, terminal.say)
         for hook in hooks:
             stack.callback(hook.close)
             hook.start(run, state, counts, terminal.say)

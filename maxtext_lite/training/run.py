@@ -4,46 +4,41 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, resumed, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, flops_of_documents, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
-from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import WriteError, value_text, writing
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
-from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table, steps_left, with_history
+from maxtext_lite.data.mixture import steps_left, with_history
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import on_first_host, tree_shardings
-from maxtext_lite.training.arrays import Device, Rows, num_elements
+from maxtext_lite.training.arrays import Device, Rows
 from maxtext_lite.training.checkpoint import (
     CONFIGURED_OBJECTIVE,
     OWN,
     Checkpointer,
     CheckpointReader,
+    RestartHistory,
     TrainProgress,
     append_restart,
     fingerprint,
-    moved_batch,
-    schedule_change_note,
 )
-from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, reader_of
 from maxtext_lite.training.run_files import (
     RunFiles,
-    environment,
     has_checkpoints,
     run_directory,
     try_to_write,
@@ -238,7 +233,7 @@ class TrainingRun:
 
     def schedule(self, counts: TrainProgress) -> Schedule:
         """The learning rate over the whole run, which has come to `counts`. All hosts call it."""
-        if isinstance(self._own.optimizer, optax.GradientTransformation):
+        if self.has_own_schedule:
             return UNKNOWN_RATE
         return schedule_of_run(
             scaled_optimizer(self.config, self.plan),
@@ -302,89 +297,15 @@ class TrainingRun:
         """
         return steps_left(self.config, self.plan, self.source, step=counts.step, examples_seen=counts.examples_seen)
 
-    def log_startup(self, say: Callable[[str], None], counts: TrainProgress) -> None:
-        """Prints the config and the plan, and writes them into the run directory. All hosts call it.
+    @property
+    def starts(self) -> RestartHistory:
+        """The starts that changed the run, this one included; [] without checkpoints."""
+        return self._saved.starts if self._saved else []
 
-        Raises:
-          WriteError: they cannot be written.
-        """
-        left = self.steps_left(counts)
-        end = self.plan.length.examples_after(left, counts.examples_seen)
-        if not self.is_first:
-            return
-        with writing(self.directory):
-            ends = self._write_about(end)
-        say(f"{describe(self.config)}\n\n{format_plan(self.plan)}\n")
-        parameters = num_elements(self.decoder.abstract_params)
-        trained = num_elements(self.decoder.trained(self.decoder.abstract_params))
-        of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
-        peak = self.peak_tflops
-        mfu = "no MFU, as their peak is not known" if peak is None else f"MFU is taken against {peak:g} TFLOP/s each"
-        where = f"{self.mesh.size} x {jax.devices()[0].device_kind}"
-        say(f"{parameters:,} parameters{of_them} on {where}; {mfu}")
-        noun = "prompts" if self.plan.rl else "examples"
-        held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
-        say(f"{len(self.source):,} training {noun}, {held_out} held out")
-        notes_held_out = [] if self.eval_source is None else self.eval_source.notes
-        for note in self.source.notes:  # one of a file from which rows are held out is about all of its rows
-            say(f"{'training and held-out' if note in notes_held_out else 'training'} data: {note}")
-        for note in notes_held_out:
-            if note not in self.source.notes:
-                say(f"held-out data: {note}")
-        if ends:
-            names = ", ".join(map(value_text, ends))
-            say(f"answers end with {names}: from now on this ends the model's texts too")
-        for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
-            say(sentence)
-        starts = self._saved.starts if self._saved else []
-        for sentence in moved_batch(self.plan, starts, counts.step):
-            say(sentence)
-        if not isinstance(self._own.optimizer, optax.GradientTransformation):  # it has a schedule of its own
-            done = (counts.step, counts.examples_seen)
-            last = counts.step + left
-            for sentence in (
-                *schedule_change_note(self.config, self.plan, starts, *done),
-                *early_stop_note(self.config, self.plan, steps=last, examples_seen=end),
-            ):
-                say(sentence)
-        unknown = why_unknown(
-            num_replicas=self.plan.mesh["data"],
-            accumulation=self.plan.gradient_accumulation_steps,
-            local_updates=self.parts.local is not None,
-            interleaved=self.plan.pipeline_schedule == "1f1b",
-        )
-        if unknown:
-            say(f"gradient_noise_scale: null, as {unknown}")
-        if counts.step:
-            say(f"resuming {self.directory} after step {counts.step}")
-
-    def _write_about(self, end: int) -> list[str]:
-        """Writes the config, the plan, the environment, and the files that export and generation need besides.
-
-        Args:
-          end: examples that the run will have seen at its end.
-        Returns:
-          The tokens at which the model's texts end only from this run on.
-        """
-        with writing((files := self.files.directory) / "config.yml"):
-            write_resolved(self.config, files / "config.yml")
-        ends = self._store_model_files(files / "hf")
-        self.files.remove_gone()  # what an earlier start stored
-        data = {"mixture": mixture_table(self.source, 0, end), "data": self.source.describe()}
-        write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
-        write_json(files / "environment.json", environment())
-        self.files.upload()
-        return ends
-
-    def _store_model_files(self, directory: Path) -> list[str]:
-        """Stores the files about the model's tokens, if there are any; returns the tokens at which texts newly end."""
-        config, learned = self.config, self.source.ends
-        is_stated = config.load_parameters_path or config.tokenizer_path or config.chat_template
-        ends: list[str] = []
-        if is_stated or learned or directory.is_dir():
-            for store in load_installed("model_files"):
-                ends += store(config, directory, learned)
-        return ends
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether the learning rate is the caller's optimizer's own."""
+        return isinstance(self._own.optimizer, optax.GradientTransformation)
 
     def note_environment(self, **found: Any) -> None:
         """Adds entries to environment.json, unless the run is only read."""

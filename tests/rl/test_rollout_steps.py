@@ -83,7 +83,8 @@ def stopped_after(monkeypatch, num_steps):
 
         def poll(self, _):
             self.left -= 1
-            self.reason = max(self.reason, stopping.Reason.SIGNAL * (self.left == 0))
+            if self.left == 0:
+                self.reason = stopping.Reason.SIGNAL
             return self.reason
 
     monkeypatch.setattr(loop, "Stop", StopAfter)
