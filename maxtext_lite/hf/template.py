@@ -5,8 +5,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MARKS = ("\ufdd0", "\ufdd1")
 """Written around what a template marks with `{% generation %}`. Unicode assigns them to no character."""

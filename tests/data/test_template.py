@@ -1,7 +1,8 @@
 """Templates run as in a plain sandbox, with bounds on sizes."""
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxtext_lite.hf.template import ChatEnvironment
 
