@@ -15,7 +15,7 @@ from maxtext_lite.config import registry
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.records import is_evaluation, read_records
-from maxtext_lite.data import MixtureSource, hash_of_run
+from maxtext_lite.data import MixtureSource, examples_hash
 from maxtext_lite.data.sources_on_hosts import source_tokens_of_run
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
@@ -238,7 +238,7 @@ class StepLog:
             "per_device_batch_size": float(stage.per_device_batch_size),
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "global_batch_to_train": stage.global_batch_to_train,
-            "examples_hash": hash_of_run(source, result.example_ids),
+            "examples_hash": examples_hash(source.hashed(result.example_ids)),
         }
         if isinstance(source, MixtureSource):
             fields["source_epochs"] = source.epochs(seen)
