@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext_lite.operations import watched_hosts
-from maxtext_lite.operations.watched_hosts import coordinator_answers, watched_arguments
+from maxtext_lite.operations.watchdog import Watchdog
+from maxtext_lite.parallel import coordination
+from maxtext_lite.parallel.coordination import coordinator_answers
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
@@ -24,9 +25,8 @@ from maxtext_lite.parallel import exchange, start_devices
 from maxtext_lite.config.phases import observers
 from maxtext_lite.operations.watchdog import watchdog
 def main(argv):
-    watchdog.start(300)
+    watchdog.start(300, pathlib.Path(sys.argv[1]))
     observers.append(watchdog)
-    watchdog.write_to(pathlib.Path(sys.argv[1]))
     start_devices()
     watchdog.enter("step", 7)
     exchange(0)
@@ -111,12 +111,12 @@ def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
 def test_a_watched_process_has_a_heartbeat_far_above_any_limit(process, monkeypatch):
     signals = []
     monkeypatch.setattr(
-        watched_hosts,
+        coordination,
         "_LIBC",
         SimpleNamespace(signal=lambda number, _: signals.append(number)),
     )
     most = 4 * 86400  # of the least limit's most, before a phase has been done once
-    arguments = watched_arguments(process, lambda: None)
+    arguments = Watchdog().before_joining(process)
     assert arguments["heartbeat_timeout_seconds"] > most
     assert signals == ([signal.SIGABRT] if process == 1 else [])
 
@@ -125,14 +125,14 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(
-            watched_hosts.distributed,
+            coordination.distributed,
             "global_state",
             SimpleNamespace(coordinator_address=address),
         )
         assert coordinator_answers()
     assert not coordinator_answers()
     monkeypatch.setattr(
-        watched_hosts.distributed,
+        coordination.distributed,
         "global_state",
         SimpleNamespace(coordinator_address=None),
     )
@@ -142,10 +142,10 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
 @pytest.mark.parametrize("answers", [False, True])
 def test_the_watchdog_handles_an_abort_only_if_process_0_is_gone(answers, monkeypatch):
     did = []
-    monkeypatch.setattr(watched_hosts, "coordinator_answers", lambda: answers)
+    monkeypatch.setattr(coordination, "coordinator_answers", lambda: answers)
     monkeypatch.setattr(
-        watched_hosts, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
+        coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
     )
-    monkeypatch.setattr(watched_hosts, "_if_gone", lambda: did.append("gone"))
-    watched_hosts._on_abort(signal.SIGABRT)
+    monkeypatch.setattr(coordination, "_if_gone", lambda: did.append("gone"))
+    coordination._on_abort(signal.SIGABRT)
     assert did == ([(signal.SIGABRT, None)] if answers else ["gone"])
