@@ -418,8 +418,6 @@ def _uses_tpu() -> bool:
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
-    for observer in observers:
-        timeout_seconds = observer.seconds_to_join(timeout_seconds)
     # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
     watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
