@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
-from maxtext_lite.data import ExampleSource, Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.models import Sampling
@@ -143,8 +143,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         run = TrainingRun(
             config,
             plan,
-            source=cast(ExampleSource, source),  # the loop asks for what both have
-            eval_source=cast(ExampleSource | None, eval_source),
+            source=source,
+            eval_source=eval_source,
             own=Overrides(objective=policy),
             devices=devices[: batch.trainer_devices],
             examples_of_entry=batch.examples_per_entry,
