@@ -284,7 +284,7 @@ class TrainingRun:
             params = reader.load(wanted, "load_parameters_path")
             if reader.lora is not None:
                 where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-                adapters = reader.load_adapters(params, where, self.config.lora_rank)
+                adapters = reader.load_adapters(params, where)
         return state_from(self.parts, params, self.config.seed, adapters)
 
     def _mix(self, counts: TrainProgress) -> None:
