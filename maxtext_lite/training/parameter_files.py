@@ -125,22 +125,15 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
     found = checkpoints_in(path, key)
     problems = []
     for directory in found:
-        problem, summary = check(directory, items)
+        problem = check(directory, items)
         if problem is None:
-            if problems:
-                _note(f"{'; '.join(problems)}. The checkpoint before is taken: {directory}")
-            elif "no checksums" in summary:
-                _note(f"{directory}: {summary}")
+            if problems and jax.process_index() == 0:
+                print(f"note: {full_text('; '.join(problems))}. {directory} is taken instead", file=sys.stderr)
             return directory
         problems.append(f"{directory} is damaged: {problem}")
     itself = absolute(original(path, key))
     none_before = "; there is none before it" if len(found) > 1 or found[0] != itself else ""
     raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}{none_before}.")
-
-
-def _note(text: str) -> None:
-    if jax.process_index() == 0:
-        print(f"note: {full_text(text)}", file=sys.stderr)
 
 
 def save_parameters(directory: Path, params: Params) -> None:
