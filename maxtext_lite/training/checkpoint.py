@@ -160,7 +160,6 @@ def _relative_rate(config: OptimizerConfig, start: Mapping[str, Any], step: int,
 
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
 CONFIGURED_OBJECTIVE = "configured"  # that of dataset_type
-_REPLICAS = "diloco_num_replicas"  # None: without local updates
 _DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
@@ -196,19 +195,23 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
       data: the training source's fingerprint (content, tokenizer, length, packing, split).
     """
     keys = [*_MODEL_KEYS, "weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type"]
-    keys += ["max_target_length", "packing"]
+    keys += ["max_target_length", "packing", *config.fingerprint_keys]
     values = config.model_dump(include=set(keys))  # as JSON values
-    values["lora_targets"] = ",".join(adapted_weights(config))
-    values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
+    values |= {
+        "lora_targets": ",".join(adapted_weights(config)),
+        "dtype": "float16" if config.dtype == "float16" else "other than float16",  # has a loss scale in its state
+        "enable_diloco": num_replicas is not None,
+        "eval_fraction": config.held_out_fraction,
+        _DATA: data,
+    }
     if config.weight_dtype != "float32" and not config.lora_rank:  # adapters are float32
         values["master_weights"] = config.master_weights
-    values[_REPLICAS] = num_replicas
     if num_replicas is not None:
-        values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
+        values["diloco_num_replicas"] = num_replicas
+        values["diloco_outer_momentum"] = "above 0" if config.diloco_outer_momentum else "0"
     if config.optimizer == "sgd":
-        values["sgd_momentum is 0"] = config.sgd_momentum == 0
-    values |= config.model_dump(include=set(config.fingerprint_keys))
-    return values | {"eval_fraction": config.held_out_fraction, _DATA: data}
+        values["sgd_momentum"] = "above 0" if config.sgd_momentum else "0"
+    return values
 
 
 class CheckpointReader:
@@ -290,13 +293,14 @@ class CheckpointReader:
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here = self._fingerprint
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
-        if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
+        if any(each[_DATA].startswith(MIXTURE) for each in (here, saved)):
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources
-        where = f"the checkpoint of step {step} in {self._directory}"
         keys = [key for key in keys if key != _DATA] or keys  # if another key differs, the content does too
+        # What only one of them has belongs to another key, such as the optimizer.
         both = [key for key in keys if (key in here and key in saved) or OWN in (here.get(key), saved.get(key))]
-        if told := both or keys:  # what only one of them has belongs to another key, such as the optimizer
-            raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in told)
+        if keys:
+            where = f"the checkpoint of step {step} in {self._directory}"
+            raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in both or keys)
 
 
 class Checkpointer(CheckpointReader):
@@ -364,10 +368,9 @@ class Checkpointer(CheckpointReader):
         shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
         if shapes != wanted:
             raise UserError(
-                f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
-                f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
-                "with; after that batch they may change."
+                f"the checkpoint of step {step} in {self._directory} was saved between two updates on a batch of "
+                f"shapes {shapes}, here {wanted}. Resume with the batch_size, micro_batch_size, grpo_beta, "
+                "rollout_engine, rollout_correction and devices of then."
             )
         return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
@@ -450,29 +453,23 @@ class Checkpointer(CheckpointReader):
 
 
 def _progress(about: Mapping[str, Any]) -> TrainProgress:
-    return TrainProgress(
-        **{name: about[name] for name in ("step", "examples_seen", "tokens_seen")},
-        skipped_in_a_row=about["skipped_in_a_row"],
-        noise=NoiseScale(**about["noise"]),
-        losses=tuple(about["losses"]),
-    )
+    values = {field.name: about[field.name] for field in dataclasses.fields(TrainProgress)}
+    values |= {"noise": NoiseScale(**about["noise"]), "losses": tuple(about["losses"])}
+    return TrainProgress(**values)
 
 
 def _contradiction(key: str, here: object, saved: object, where: str) -> str:
     """The refusal of a key of the fingerprint whose value is not that of a checkpoint."""
     if key == _DATA:
-        use = "Use the text and the tokenizer that the run began with"
-        return f"{_DATA}: its content or its tokenizer is not that of {where}. {use}, or another run_name."
+        return (
+            f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that the "
+            "run began with, or another run_name."
+        )
     if OWN in (here, saved):
         began, use = ("with", "Pass it again") if saved == OWN else ("without", "Leave it out")
         return f"{where} is of a run that began {began} {key}=... passed from Python. {use}, or use another run_name."
-    if key == _REPLICAS and None in (here, saved):
-        key, here, saved = "enable_diloco", here is not None, saved is not None
-    key, _, special = key.partition(" is ")
-    if special and here:
-        return f"{key}={special} contradicts {where}, which has another. Use another {key}, or another run_name."
-    stated, use = (key, special) if special else (f"{key}={setting_text(here)}", setting_text(saved))
-    return f"{stated} contradicts {where}, which has {key}={use}. Use {key}={use}, or another run_name."
+    use = f"{key}={setting_text(saved)}"
+    return f"{key}={setting_text(here)} contradicts {where}, which has {use}. Use {use}, or another run_name."
 
 
 def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:

@@ -166,7 +166,11 @@ NARROW = "weight_dtype=bfloat16"
         ),
         ({}, ["data_shuffle_seed=3"], "data_shuffle_seed"),
         ({"dataset_path": "another"}, ["packing=false"], "Use packing=true"),
-        ({"diloco_num_replicas": 4}, [], "Use enable_diloco=true"),
+        (
+            {"enable_diloco": True, "diloco_num_replicas": 4},
+            [],
+            "Use enable_diloco=true",
+        ),
         (
             {"weight_dtype": "bfloat16", "master_weights": False},
             [NARROW],
