@@ -176,6 +176,11 @@ class GradientAccumulation(optax.MultiSteps):
         """The factor of the loss in the next backward pass; None without loss scaling."""
         return cast(LossScaleState, state.skip_state).scale if self.loss_scaling else None
 
+    def next_loss_scale(self, state: optax.MultiStepsState, finite: jax.Array) -> optax.MultiStepsState:
+        """The state with the loss scale after a step, whose gradient was `finite` or not."""
+        assert self.loss_scaling is not None
+        return state._replace(skip_state=self.loss_scaling.next(cast(LossScaleState, state.skip_state), finite))
+
     def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
         """Whether this many skipped steps in a row end the run: no update is applied from then on."""
         if self.max_skipped is None:

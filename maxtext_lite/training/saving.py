@@ -55,9 +55,8 @@ class DiskStore:
     def prepare(self, directory: Path) -> None:
         """Removes what an earlier attempt to write this checkpoint left."""
         directory.parent.mkdir(parents=True, exist_ok=True)
-        for path in directory.parent.glob(f"{UNFINISHED}{directory.name}*"):
-            if path.name.removeprefix(UNFINISHED).partition(".")[0] == directory.name:  # Orbax appends .orbax-...
-                shutil.rmtree(path)
+        for path in directory.parent.glob(f"{UNFINISHED}{directory.name}*"):  # Orbax appends .orbax-...
+            shutil.rmtree(path)
 
     def flush(self, directory: Path, names: Iterable[str]) -> None:
         """Writes files and the folders that name them through to the disk, so that they outlast a power cut."""
@@ -78,18 +77,14 @@ class DiskStore:
         deleted = directory.with_name(DELETED + directory.name)
         if deleted.exists():
             shutil.rmtree(deleted)
-        directory.rename(deleted)
-        shutil.rmtree(deleted)
+        shutil.rmtree(directory.rename(deleted))
 
     def quarantine(self, directory: Path) -> Path:
-        """Renames a damaged checkpoint; returns its new name."""
+        """Renames a damaged checkpoint, replacing an earlier one of its step; returns its new name."""
         aside = directory.with_name(DAMAGED + directory.name)
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = directory.with_name(f"{DAMAGED}{directory.name}-{number}")
-        directory.rename(aside)
-        return aside
+        if aside.exists():
+            shutil.rmtree(aside)
+        return directory.rename(aside)
 
     def remove_leftovers(self, parent: Path) -> None:
         """Creates the directory of checkpoints, and removes what a killed process left half-written or half-deleted."""
@@ -264,12 +259,16 @@ def _hash_files(directory: Path, names: Collection[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _finding_damage(path: Path, name: str) -> Generator[None]:
-    """Raises Damaged if the file that the block reads is gone."""
+    """Raises Damaged if the file that the block reads is gone, or on a broken disk."""
     try:
         with storage_errors(path):
             yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        if error.errno != errno.EIO or is_bucket(path):  # of a bucket it is any refusal
+            raise
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager
