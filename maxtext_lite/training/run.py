@@ -320,7 +320,7 @@ class TrainingRun(Generic[Data]):
                 params = reader.load(abstract.plain_params, "load_parameters_path")
                 if reader.lora is not None:
                     where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-                    adapters = reader.load_adapters(params, where, self.config.lora_rank)
+                    adapters = reader.load_adapters(params, where)
             return state_from(self.parts, params, self.config.seed, adapters), TrainProgress()
         return init_state(self.parts, self.config.seed), TrainProgress()
 
