@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxtext_lite.config import Mla, ModelConfig, UserError
-from maxtext_lite.config.weights import ModelShape, Weight, WeightTable, model_shape, num_inputs, stacks_of
+from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs, stacks_of
 from maxtext_lite.hf.safetensors import assign
 
 INPUTS_FIRST = ("gpt2",)
@@ -185,21 +184,9 @@ class Table:
     passed_over: str = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
-    def named(self, theirs: str) -> "Table":
-        """The table itself for a name with the prefix; for any other, the table without it."""
-        if not self.prefix or theirs.startswith(self.prefix):
-            return self
-        cut = functools.partial(_without, self.prefix)
-        passed_over = self.passed_over.replace(self.prefix.replace(".", r"\."), "")
-        constants = {name.removeprefix(self.prefix): value for name, value in self.constants.items()}
-        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over, constants)
 
-
-def _without(prefix: str, name: Name) -> Name:
-    return dataclasses.replace(name, theirs=name.theirs.removeprefix(prefix))
-
-
-_LAYER, _GPT2_LAYER = "model.layers.{layer}.", "transformer.h.{layer}."
+_LAYER = "model.layers.{layer}."
+_GPT2_LAYER = "transformer.h.{layer}."
 
 
 def _table(layer: tuple[Name, ...]) -> Table:
@@ -501,16 +488,16 @@ class Entry:
         return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
-def table_of(kind: str) -> Table:
-    """The table of a model_type; a run without such a model makes none."""
-
-    return TABLES[kind]
-
-
-def flat(params: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters by their paths, `layers/attention/query`."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {"/".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+def flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their paths, `layers/attention/query`, in the order of jax."""
+    leaves: dict[str, Any] = {}
+    for name in sorted(params):
+        part = params[name]
+        if isinstance(part, Mapping):
+            leaves |= {f"{name}/{path}": leaf for path, leaf in flat(part).items()}
+        else:
+            leaves[name] = part
+    return leaves
 
 
 def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, where: str) -> list[Entry]:
@@ -523,19 +510,23 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     Raises:
       UserError: a parameter has another shape than in the checkpoint, or no name in the family.
     """
-    entries, problems, named = [], [], set()
+    entries: list[Entry] = []
+    problems: list[str] = []
+    named: set[str] = set()
     for stack, (_, weights) in stacks_of(model).items():
-        layer_dims = _layer_dims(shapes, stack, weights) if stack else ()
         for line in table.layer if stack else table.root:
-            paths = [f"{stack}/{path}" if stack else path for path in line.ours]
-            held = [weights[path] for path in line.ours if path in weights]
-            name = line.laid(held) if len(held) == len(paths) and shapes.keys() >= {*paths} else None
+            paths = tuple(f"{stack}/{path}" if stack else path for path in line.ours)
+            if not (weights.keys() >= {*line.ours} and shapes.keys() >= {*paths}):
+                continue
+            held = [weights[path] for path in line.ours]
+            name = line.laid(held)
             if name is None:
                 continue
+            layer_dims = shapes[paths[0]][: len(shapes[paths[0]]) - len(held[0].sizes)]
             experts = held[0].sizes[0] if name.per_expert else 1
-            entries.append(Entry(name, tuple(paths), layer_dims, model.stacks[stack] if stack else (0,), experts))
+            entries.append(Entry(name, paths, layer_dims, model.stacks[stack] if stack else (0,), experts))
+            named.update(paths)
             for path, weight in zip(paths, held, strict=True):
-                named.add(path)
                 there = (*layer_dims, *weight.sizes)
                 if shapes[path] != there:
                     problems.append(f"{where}: parameter {path} is {there} there and {shapes[path]} here.")
@@ -543,11 +534,3 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     if problems:
         raise UserError(problems)
     return entries
-
-
-def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str, weights: WeightTable) -> tuple[int, ...]:
-    """The dims of a stack's parameters before those of one layer; () if the stack has none."""
-    for path, weight in weights.items():
-        if (shape := shapes.get(f"{stack}/{path}")) is not None:
-            return shape[: len(shape) - len(weight.sizes)]
-    return ()
