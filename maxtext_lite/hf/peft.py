@@ -7,6 +7,7 @@ such a module, and each parameter gets a copy of it.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
+import dataclasses
 import json
 import math
 import sys
@@ -24,7 +25,7 @@ from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
-from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, Sizes, entries_of, flat, model_of
+from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, entries_of, flat, model_of
 from maxtext_lite.hf.safetensors import DTYPES, Stored, Tensor, is_finite, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
@@ -67,7 +68,7 @@ def export_adapters(
         present = [part for part, path in enumerate(entry.paths) if path in adapted]
         if len(present) > 1:
             ranks[_module(entry.name.theirs)] = len(present) * lora.rank
-        tensors += _tensors(entry, present, leaves, model.sizes, lora.rank)
+        tensors += _tensors(entry, present, leaves, lora.rank)
     directory.mkdir(parents=True, exist_ok=True)
     names = {_weight(path) for path in adapted}
     write_file(directory / WEIGHTS, tensors, **{SIDE_BY_SIDE: ",".join(sorted(names))})
@@ -103,13 +104,11 @@ def _module(theirs: str) -> str:
     return theirs.partition("{layer}.")[2].removesuffix(".weight")
 
 
-def _tensors(
-    entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], sizes: Sizes, rank: int
-) -> Iterator[Tensor]:
+def _tensors(entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], rank: int) -> Iterator[Tensor]:
     of_a = [np.asarray(leaves[f"{entry.paths[part]}/a"]) for part in present]  # [L, *in, r]
     of_b = [np.asarray(leaves[f"{entry.paths[part]}/b"]) for part in present]  # [L, r, *out]
     num_in = math.prod(of_a[0].shape[1:-1])
-    num_out = math.prod(entry.name.their_shape(sizes)) // num_in
+    num_out = math.prod(entry.name.their_shape) // num_in
     whole_rank = rank * len(present)
     for name, layer, _ in entry.tensor_names():
 
@@ -117,7 +116,7 @@ def _tensors(
             return np.concatenate([np.moveaxis(a[layer], -1, 0).reshape(rank, num_in) for a in of_a])
 
         def make_b(layer: int = layer) -> np.ndarray:
-            columns = [_columns(entry.name, part, b[layer], sizes) for part, b in zip(present, of_b, strict=True)]
+            columns = [_columns(entry.name, part, b[layer]) for part, b in zip(present, of_b, strict=True)]
             return np.concatenate(columns, axis=1)
 
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -126,29 +125,33 @@ def _tensors(
         yield Tensor(f"{module}.lora_B.weight", (num_out, whole_rank), dtype, make_b)
 
 
-def _columns(name: Name, part: int, b: np.ndarray, sizes: Sizes) -> np.ndarray:
+def _columns(name: Name, part: int, b: np.ndarray) -> np.ndarray:
     """[r, *out] of a part as [whole out, r], zero in the other parts' rows."""
     rank = len(b)
     if len(name.our_dims) > b.ndim:  # several dims of inputs: the only part, and its outputs as they are
         return b.reshape(rank, -1).T
-    # As the weights of r inputs: the one dim of inputs then has that length.
-    narrow = {**sizes, name.our_dims[0]: rank}
-    whole = [np.zeros(name.our_shape(other, narrow), b.dtype) for other in range(len(name.ours))]
+    narrow = _with_inputs(name, rank)
+    whole = [np.zeros(narrow.our_shape(other), b.dtype) for other in range(len(name.ours))]
     whole[part] = b
     axis = name.their_dims.index(name.our_dims[:1])
-    return np.moveaxis(name.to_theirs(whole, narrow), axis, -1).reshape(-1, rank)
+    return np.moveaxis(narrow.to_theirs(whole), axis, -1).reshape(-1, rank)
 
 
-def _from_columns(name: Name, part: int, b: np.ndarray, sizes: Sizes, num_inputs: int) -> np.ndarray:
+def _from_columns(name: Name, part: int, b: np.ndarray, num_inputs: int) -> np.ndarray:
     """A part's [r, *out] from [whole out, r], the inverse of `_columns`."""
     rank = b.shape[1]
     if num_inputs > 1:
-        return b.T.reshape(rank, *(sizes[letter] for letter in name.our_dims[num_inputs:]))
-    narrow = {**sizes, name.our_dims[0]: rank}
+        return b.T.reshape(rank, *(name.sizes[letter] for letter in name.our_dims[num_inputs:]))
+    narrow = _with_inputs(name, rank)
     axis = name.their_dims.index(name.our_dims[:1])
-    outputs = list(name.their_shape(narrow))
+    outputs = list(narrow.their_shape)
     del outputs[axis]
-    return name.to_ours(np.moveaxis(b.reshape(*outputs, rank), -1, axis), part, narrow)
+    return narrow.to_ours(np.moveaxis(b.reshape(*outputs, rank), -1, axis), part)
+
+
+def _with_inputs(name: Name, rank: int) -> Name:
+    """A name of weights whose one dim of inputs is as long as a rank: so B is such weights."""
+    return dataclasses.replace(name, sizes={**name.sizes, name.our_dims[0]: rank})
 
 
 def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Params:
@@ -178,7 +181,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
             parent = found
             for step in path.split("/"):
                 parent = parent.setdefault(step, {})
-            parent |= _layers_of(entry, part, adapter, stored, shapes[path], inputs[path], model.sizes)
+            parent |= _layers_of(entry, part, adapter, stored, shapes[path], inputs[path])
     return found
 
 
@@ -211,7 +214,6 @@ def _layers_of(
     stored: Mapping[str, Stored],
     shape: tuple[int, ...],
     inputs: int,
-    sizes: Sizes,
 ) -> dict[str, np.ndarray]:
     """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
     counted = len(entry.layer_dims)
@@ -220,7 +222,7 @@ def _layers_of(
     of_a = np.zeros((*shape[:counted], *lengths, adapter.rank), np.float32)
     of_b = np.zeros((*shape[:counted], adapter.rank, *shape[counted + inputs :]), np.float32)
     num_in = math.prod(lengths)
-    num_out = math.prod(entry.name.their_shape(sizes)) // num_in
+    num_out = math.prod(entry.name.their_shape) // num_in
     for name, layer, _ in entry.tensor_names():
         module = _module_name(name)
         if module not in adapter.ranks:
@@ -234,7 +236,7 @@ def _layers_of(
             b = b[:, start : start + rank]
         at = np.unravel_index(layer, entry.layer_dims)
         of_a[at][..., :rank] = np.moveaxis(a.reshape(rank, *lengths), 0, -1)
-        of_b[at][:rank] = _from_columns(entry.name, part, b, sizes, inputs)
+        of_b[at][:rank] = _from_columns(entry.name, part, b, inputs)
     return {"a": of_a, "b": of_b}
 
 

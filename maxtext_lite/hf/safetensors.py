@@ -263,6 +263,9 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def assign(into: np.ndarray, source: np.ndarray) -> None:
     """`into[...] = source` in NumPy's own formats; ten times faster if the source is transposed."""
+    order = sorted(range(into.ndim), key=lambda axis: -into.strides[axis])
+    into = into.transpose(order)
+    source = source.transpose(order)
     if source.ndim < 2 or source.strides[-1] == source.itemsize:
         into[...] = source
         return

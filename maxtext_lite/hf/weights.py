@@ -22,7 +22,7 @@ from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fiel
 from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.fields import JsonObject, Keys
-from maxtext_lite.hf.names import TABLES, Entry, Sizes, Table, entries_of, flat, model_of
+from maxtext_lite.hf.names import TABLES, Entry, Table, entries_of, flat, model_of
 from maxtext_lite.hf.safetensors import (
     DTYPES,
     FILE_BYTES,
@@ -67,12 +67,12 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
-    _refuse_other_tensors(files, entries, table, model.sizes, keys, where)
+    _refuse_other_tensors(files, entries, table, keys, where)
     loaded: dict[str, jax.Array] = {}
     wrong: list[str] = []
     for entry in entries:
         for part, path in enumerate(entry.paths):
-            loaded[path] = _on_mesh(leaves[path], entry, part, files, model.sizes, wrong)
+            loaded[path] = _on_mesh(leaves[path], entry, part, files, wrong)
     if wrong:
         raise UserError(list(dict.fromkeys(wrong)))
     return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in leaves])
@@ -102,9 +102,7 @@ def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
     return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
 
 
-def _refuse_other_tensors(
-    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Keys, where: str
-) -> None:
+def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Table, keys: Keys, where: str) -> None:
     there = files.tensors
     layers = keys["base_num_decoder_layers"]
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
@@ -112,7 +110,7 @@ def _refuse_other_tensors(
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in entries:
-        shape = entry.name.their_shape(sizes)
+        shape = entry.name.their_shape
         wanted |= {name: shape for name, _, _ in entry.tensor_names()}
     constants: dict[str, float] = {}
     for name, value in table.constants.items():
@@ -182,9 +180,7 @@ def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> N
         )
 
 
-def _on_mesh(
-    leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes, wrong: list[str]
-) -> jax.Array:
+def _on_mesh(leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, wrong: list[str]) -> jax.Array:
     """One parameter, device by device; devices with the same part get one copy each.
 
     Args:
@@ -200,7 +196,7 @@ def _on_mesh(
     arrays = []
     for bounds, holders in devices.items():
         block = aligned_empty([end - start for start, end in bounds], leaf.dtype)
-        for name, into in _filled(block, bounds, entry, part, files, sizes):
+        for name, into in _filled(block, bounds, entry, part, files):
             if not is_finite(into):
                 wrong.append(f"{files.tensors[name].file}: {name} holds NaN or infinite numbers in {into.dtype}.")
         arrays += jax.block_until_ready([jax.device_put(block, device) for device in holders])
@@ -208,7 +204,7 @@ def _on_mesh(
 
 
 def _filled(
-    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes
+    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Fills `block`, the parameter between `bounds`, from the files.
 
@@ -222,10 +218,10 @@ def _filled(
     for place in np.ndindex(layers.shape):
         for slot, expert in enumerate(experts):
             name = entry.tensor_name(int(layers[place]), expert)
-            tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
+            tensor = files.part(name, lambda: entry.name.reach(part, rest))
             into = block[(*place, slot) if entry.name.per_expert else place]
             with np.errstate(over="ignore"):  # the caller looks for infinities
-                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])
+                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part)[rest])
             yield name, into
 
 
@@ -262,7 +258,7 @@ def export_parameters(
     table = TABLES[kind]
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
-    tensors = list(_tensors(entries, leaves, model.sizes, written))
+    tensors = list(_tensors(entries, leaves, written))
     for name, value in table.constants.items():
         for layer in range(model.num_layers):
             tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
@@ -274,20 +270,20 @@ def export_parameters(
             tensor.make()
 
 
-def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
+def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Tensor]:
     for entry in entries:
         parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
         kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
         for name, layer, expert in entry.tensor_names():
-            make = functools.partial(_tensor, entry, parts, layer, expert, sizes)
-            yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+            make = functools.partial(_tensor, entry, parts, layer, expert)
+            yield Tensor(name, entry.name.their_shape, kept, make)
 
 
-def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int, sizes: Sizes) -> np.ndarray:
+def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int) -> np.ndarray:
     """The tensor of a layer and an expert."""
     ours = [part.layer(layer) for part in parts]
     ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-    return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
+    return entry.name.to_theirs([as_bits(x) for x in ours]).view(ours[0].dtype)
 
 
 class _Layers:
