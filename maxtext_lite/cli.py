@@ -31,23 +31,23 @@ from maxtext_lite.console import (
 )
 
 COMMANDS: dict[str, str] = {
-    "train": "pre-training, SFT and DPO; resumes by itself",
-    "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
-    "prepare": "tokenizes text once, for any number of runs; inspects the result; trains tokenizers",
-    "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist; or the fastest split",
-    "advise": "batch size, learning rate, decays and ramp-up from published laws, as intervals",
-    "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
-    "generate": "text from a run directory or a Hugging Face directory",
-    "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
-    "harness": "the tasks of lm-evaluation-harness, with runs and Hugging Face directories as its models",
+    "train": "pre-training, SFT and DPO; resumes automatically",
+    "train_rl": "reinforcement learning: GRPO and its variants; resumes automatically",
+    "prepare": "tokenize text once, for any number of runs; inspect datasets; train tokenizers",
+    "plan": "batch sizes, pipeline, ramp-up and memory of any machine; or the fastest split",
+    "advise": "batch size, learning rate, decay and ramp from published laws, as intervals",
+    "compile": "compile the train step ahead of time, for any machine: memory, collectives, kernels, a roofline",
+    "generate": "text from a run or a Hugging Face directory",
+    "evaluate": "loss, perplexity, multiple choice and cloze questions",
+    "harness": "lm-evaluation-harness on runs and Hugging Face directories",
     "convert": "models from and to Hugging Face directories",
-    "convert_config": "translates a MaxText config or command line into the keys of maxtext_lite",
-    "tune": "short timed runs over the ways to split a batch on these devices",
+    "convert_config": "translate a MaxText config or command line",
+    "tune": "time the ways to split a batch on these devices",
     "branch": "short runs from one checkpoint at other batch sizes: the measured critical batch",
-    "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
+    "equiv": "check that splitting a config's batch differently changes nothing",
     "verify_resume": "the first step at which two runs differ, in which fields, and with which rows",
-    "replay": "repeats a step of a run and compares it; also each row by itself, to find the cause of a spike",
-    "report": "one HTML page for a run, or for several in the same charts",
+    "replay": "repeat a step and compare it; score each row alone, to find the cause of a spike",
+    "report": "one HTML page of a run, or of several overlaid",
 }
 """Each command, which is the module maxtext_lite.COMMAND, and what it does."""
 
@@ -70,7 +70,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.add_argument("--version", action="version", version=version_text(), help="print the version and end")
+        self.add_argument("--version", action="version", version=version_text(), help="print the version and exit")
         self.keys: Callable[[], Collection[str]] = tuple
         self._argv: Sequence[str] = ()
 
@@ -127,15 +127,15 @@ def config_arguments(parser: ArgumentParser, default: str = "configs/base.yml") 
         "words",
         nargs="*",
         metavar="[CONFIG.yml] [key=value ...]",
-        help=f"a config (default: {default}) and values that win over it",
+        help=f"a config (default: {default}) and overrides",
     )
 
 
 def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None:
     """Adds `--devices`, `--hosts` and `--device`, a machine that need not exist."""
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
-    parser.add_argument("--device", metavar="NAME", help=f"their type, such as v5e or h100, for {device_help}")
+    parser.add_argument("--devices", type=whole_number, default=1, help="number of devices in the mesh (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="number of hosts (default 1)")
+    parser.add_argument("--device", metavar="NAME", help=f"device type, such as v5e or h100, for {device_help}")
 
 
 def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
@@ -367,7 +367,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():
             print(f"  {command:<14} {meaning}")
-        print("\n`maxtext-lite COMMAND --help` says more. `python -m maxtext_lite.COMMAND` works too.")
+        print("\n`maxtext-lite COMMAND --help` has the details. `python -m maxtext_lite.COMMAND` works too.")
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv
     command = command.replace("-", "_")

@@ -1,4 +1,4 @@
-"""The command `convert_config`: translates a config or command line of MaxText into our keys. Imports no jax."""
+"""Translate a MaxText config or command line into maxtext_lite keys. Needs no jax."""
 
 import json
 import re
@@ -33,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
         description=f"{__doc__} The beginning of a MaxText command, such as `python3 -m MaxText.train`, may stay. "
         "Comments list what has no equivalent.",
     )
-    parser.add_argument("words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="of MaxText; -: stdin")
+    parser.add_argument(
+        "words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="a MaxText config or command line; -: stdin"
+    )
     parser.add_argument("--devices", type=whole_number, help="devices of the run, to round a batch as MaxText does")
     parser.add_argument("--ignore-unknown", action="store_true", help="list keys that MaxText does not have as losses")
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)

@@ -21,8 +21,8 @@ from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
-from maxtext_lite.data.mixture import ids_of_run, with_history
+from maxtext_lite.data import examples_hash, open_mixture
+from maxtext_lite.data.mixture import with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
@@ -182,12 +182,11 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         source, _ = with_history(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)
-    ids = ids_of_run(
-        source, record["examples_seen"] - record["examples"], record["examples"], seed=config.data_shuffle_seed
-    )
-    if hash_of_run(source, ids) != record["examples_hash"]:
+    first = record["examples_seen"] - record["examples"]
+    ids = source.ids_of_run(first, record["examples"], config.data_shuffle_seed)
+    if examples_hash(source.hashed(ids)) != record["examples_hash"]:
         return "those of config.yml have another examples_hash: the data or the mixture has changed"
-    return source.row_ids(ids) if isinstance(source, MixtureSource) else ids.tolist()
+    return source.row_ids(ids)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.data import ExampleSource, named_sources
+from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.data.mixture import Mixture, with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
@@ -105,7 +105,8 @@ def exclude_outliers(
     if run.checkpointer:
         run.checkpointer.go_back(step - 1, functools.partial(_leads_to, place, run))
     guilty = find_outlier_rows(*_rows_on_the_way(run, place), limit=limit, width=run.config.max_loss_spike)
-    sources, number = named_sources(run.source), max((row.spike for row in run.recorded), default=0) + 1
+    sources = run.source.named()
+    number = max((row.spike for row in run.recorded), default=0) + 1
     found = [
         ExcludedRow(
             row=row.row,

@@ -19,7 +19,7 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.data import ExampleSource, MixtureSource, named_sources
+from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.post_training.answers import PairSource
@@ -46,7 +46,7 @@ def add_reference(
     """
     if _has_reference(run.source):
         return
-    held_out = [] if run.eval_source is None else named_sources(run.eval_source).values()
+    held_out = [] if run.eval_source is None else run.eval_source.named().values()
     sources = [run.source, *held_out]
     if counts.step:
         tables = _read(run, sources)

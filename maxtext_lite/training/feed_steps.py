@@ -17,7 +17,7 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
+from maxtext_lite.data import Balance, ExampleSource, MixtureSource
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.arrays import Record
@@ -189,7 +189,7 @@ class HeldOutLoss:
         where = sharding(run.mesh, EVAL_BATCH_AXES)
         params = run.decoder.joined(state.model_params, state.frozen)
         scores: dict[str, list[Tree]] = {}
-        for name, source in named_sources(run.eval_source).items():
+        for name, source in run.eval_source.named().items():
             scores[name] = []
             with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
                 for of_batch in scores_of(self._eval_step, params, batches):

@@ -14,7 +14,7 @@ import numpy as np
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import registry
 from maxtext_lite.config.phases import phases
-from maxtext_lite.data import MixtureSource, hash_of_run
+from maxtext_lite.data import MixtureSource, examples_hash
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
@@ -178,7 +178,7 @@ class StepLog:
             "per_device_batch_size": float(stage.per_device_batch_size),
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "global_batch_to_train": stage.global_batch_to_train,
-            "examples_hash": hash_of_run(source, taken.example_ids),
+            "examples_hash": examples_hash(source.hashed(taken.example_ids)),
             **mixture,
         }
 

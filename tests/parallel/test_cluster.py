@@ -181,6 +181,10 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     ("environment", "named"),
     [
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
+        (
+            {**STATED, "JAX_COORDINATOR_ADDRESS": "localhost"},
+            "JAX_COORDINATOR_ADDRESS=localhost",
+        ),
         ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 .*Nearest that works: 7"),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
