@@ -76,9 +76,9 @@ def test_a_signal_breaks_off_an_evaluation_which_the_next_start_makes_up_for_and
         result = _train(tmp_path, documents, "steps=3", "profiler_steps=1", SGD)
         return result, capsys.readouterr().out
 
-    evaluate = HeldOutLoss.of
+    evaluate = HeldOutLoss.evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(HeldOutLoss, "of", signalled)
+        patch.setattr(HeldOutLoss, "evaluate", signalled)
         stopped, said = run()
     assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
     assert "stopped by SIGTERM after step 3, saved" in said
