@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_lite.config.kernels import Needs, kernel_named, lacking
-from maxtext_lite.config.registry import names, resolve
+from maxtext_lite.config.kernels import kernel_named
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
@@ -110,7 +110,7 @@ class Keys(NamedTuple):
 
     def part(self, first: Index, count: int) -> "Keys":
         """The part with `count` positions from `first` on."""
-        return Keys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 1), strict=True)))
+        return Keys(*_parts(self, (3, 2, 1), first, count))
 
 
 class BackwardKeys(NamedTuple):
@@ -124,12 +124,13 @@ class BackwardKeys(NamedTuple):
     @classmethod
     def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
         """Keys and values from the projections, transposed."""
-        k_BKHS, k_BKSH = k_BSKH.transpose(0, 2, 3, 1), k_BSKH.transpose(0, 2, 1, 3)
+        k_BKHS = k_BSKH.transpose(0, 2, 3, 1)
+        k_BKSH = k_BSKH.transpose(0, 2, 1, 3)
         return cls(k_BKHS, k_BKSH, v_BSKW.transpose(0, 2, 3, 1), segment_BS)
 
     def part(self, first: Index, count: int) -> "BackwardKeys":
         """The part with `count` positions from `first` on."""
-        return BackwardKeys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 3, 1), strict=True)))
+        return BackwardKeys(*_parts(self, (3, 2, 3, 1), first, count))
 
 
 class BackwardQueries(NamedTuple):
@@ -159,7 +160,8 @@ class BackwardQueries(NamedTuple):
     ) -> "BackwardQueries":
         """Queries, gradient and context in the forward pass's layout, transposed."""
         K = log_partition_BKGT1.shape[1]
-        q_BTKGH, g_BTKGW = grouped(q_BTNH, K), grouped(g_BTNW, K)
+        q_BTKGH = grouped(q_BTNH, K)
+        g_BTKGW = grouped(g_BTNW, K)
         product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
         return cls(
             q_BTKGH.transpose(0, 2, 3, 1, 4),
@@ -173,8 +175,11 @@ class BackwardQueries(NamedTuple):
 
     def part(self, first: Index, count: int) -> "BackwardQueries":
         """The part with `count` positions from `first` on."""
-        axes = (3, 4, 3, 4, 3, 3, 1)
-        return BackwardQueries(*(part(x, first, count, axis) for x, axis in zip(self, axes, strict=True)))
+        return BackwardQueries(*_parts(self, (3, 4, 3, 4, 3, 3, 1), first, count))
+
+
+def _parts(arrays: Sequence[jax.Array], axes: Sequence[int], first: Index, count: int) -> list[jax.Array]:
+    return [part(x, first, count, axis) for x, axis in zip(arrays, axes, strict=True)]
 
 
 def grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -206,8 +211,8 @@ def may_see(
     same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
     if first_query is None or first_key is None:
         return same_document_BTS[:, None, None]
-    T, S = segment_BT.shape[1], segment_BS.shape[1]
-    query_T1, key_1S = (first_query + jnp.arange(T))[:, None], (first_key + jnp.arange(S))[None, :]
+    query_T1 = (first_query + jnp.arange(segment_BT.shape[1]))[:, None]
+    key_1S = (first_key + jnp.arange(segment_BS.shape[1]))[None, :]
     seen_TS = query_T1 >= key_1S
     if window is not None:
         seen_TS &= query_T1 - key_1S < window
@@ -232,10 +237,12 @@ def attend(
 
 def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Contexts and log-partitions over both of two sets of keys; each query sees a key of the first."""
-    (one_BKGTW, one_BKGT1), (other_BKGTW, other_BKGT1) = one, other
+    one_BKGTW, one_BKGT1 = one
+    other_BKGTW, other_BKGT1 = other
     both_BKGT1 = jnp.logaddexp(one_BKGT1, other_BKGT1)
-    share_BKGT1, other_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1), jnp.exp(other_BKGT1 - both_BKGT1)
-    return share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
+    one_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1)
+    other_share_BKGT1 = jnp.exp(other_BKGT1 - both_BKGT1)
+    return one_share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
 
 
 def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -267,7 +274,8 @@ def attend_backward(
     queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
-    dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
+    dtype = queries.q_BKGTH.dtype
+    H = queries.q_BKGTH.shape[-1]
     score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)
     dweight_BKGTS = _dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
@@ -300,34 +308,15 @@ def attention(
       segment_BT: document number of each token; padding is a document of its own. A document's tokens are contiguous.
         cudnn_flash does not read it: rows must contain one document each.
       sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
-      kernel: a name of the registry's kind `attention`.
+      kernel: a name of the registry's kind `attention`; the config's rules refuse what it does not support.
       strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
-    Raises:
-      ValueError: N is not a multiple of K, or the kernel is unknown, cannot work on shards of the tokens, or lacks a
-        feature that is needed.
     Source: Ainslie et al. 2023, arXiv:2305.13245, section 2.2.
     """
-    if q_BTNH.shape[2] % k_BSKH.shape[2]:
-        raise ValueError(f"{q_BTNH.shape[2]} query heads are not a multiple of {k_BSKH.shape[2]} kv heads")
-    if kernel not in names("attention"):
-        raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(names('attention'))}")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to skip
-    needs = Needs(
-        head_dim=q_BTNH.shape[-1],
-        window=scoring.window is not None,
-        soft_cap=scoring.soft_cap or 0.0,
-        sinks=sink_N is not None,
-        chunks=scoring.chunk is not None and scoring.chunk < q_BTNH.shape[1],
-        values_differ=v_BSKW.shape[-1] != k_BSKH.shape[-1],
-    )
-    if lacks := lacking(kernel, needs):
-        raise ValueError(f"attention={kernel} does not support {' or '.join(lacks)}. Nearest that works: dot_product.")
-    if context_shards() > 1 and not kernel_named(kernel).context_shards:
-        raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     kernel_attention = resolve(kernel_named(kernel).computes)
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
 
@@ -418,19 +407,20 @@ class Layout:
 
     def own_tiles(self) -> list[Tiles]:
         """The tiles of a device's queries with its own keys."""
-        found, far = [], []
-        starts = range(0, self.num_runs * self.padded_run, self.padded_run)
+        found: list[Tiles] = []
+        far_queries: list[np.ndarray] = []
+        far_keys: list[np.ndarray] = []
+        run_start_R1 = self.padded_run * np.arange(self.num_runs)[:, None]
         for apart in range(self.num_tiles):
-            distance, runs = apart * self.tile, range(apart, self.num_tiles)
-            query = [start + at * self.tile for start in starts for at in runs]
-            places = np.array([query, np.subtract(query, distance)])
+            distance = apart * self.tile
+            query = (run_start_R1 + self.tile * np.arange(apart, self.num_tiles)).ravel()
             if apart and (self.window is None or distance + self.tile <= self.window):
-                far.append(places)
+                far_queries.append(query)
+                far_keys.append(query - distance)
             elif strips := self._strips(distance):
-                found.append(Tiles(places[0], places[1], distance, strips))
-        if far:
-            query, key = np.concatenate(far, axis=1)
-            found.append(Tiles(query, key, None, [self.whole]))
+                found.append(Tiles(query, query - distance, distance, strips))
+        if far_queries:
+            found.append(Tiles(np.concatenate(far_queries), np.concatenate(far_keys), None, [self.whole]))
         if self.num_runs > 1:
             found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
         return found
@@ -442,7 +432,7 @@ class Layout:
 
     def _strips(self, distance: int) -> list[Strip]:
         """The strips of a tile whose first query is `distance` tokens after its first key."""
-        strips = []
+        strips: list[Strip] = []
         for first in range(0, self.tile, _STRIP):
             num_queries = min(_STRIP, self.tile - first)
             end = min(self.tile, distance + first + num_queries)
@@ -454,12 +444,13 @@ class Layout:
 
     def _tiles_between(self, query_run: Any, key_run: Any, other: jax.Array) -> Tiles:
         """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
-        query, key = (self.tile * side.ravel() for side in np.indices((self.num_tiles, self.num_tiles)))
+        query, key = np.indices((self.num_tiles, self.num_tiles)).reshape(2, -1) * self.tile
         distance = None
         if self.window is not None:
             apart = self._start(own_shard(), query_run) - self._start(other, key_run)
             distance = (apart[:, None] + query - key).ravel()
-        query, key = ((self.padded_run * run[:, None] + x).ravel() for run, x in ((query_run, query), (key_run, key)))
+        query = (self.padded_run * query_run[:, None] + query).ravel()
+        key = (self.padded_run * key_run[:, None] + key).ravel()
         return Tiles(query, key, distance, [self.whole])
 
     def _start(self, shard: jax.Array, run: Any) -> jax.Array:
@@ -472,18 +463,18 @@ class Layout:
         Args:
           find: as in `fold`.
         """
-        some = self.own_tiles()[0]
+        tiles = self.own_tiles()[0]
 
         def visit(query: Any, key: Any) -> Tree:
             strips = [
-                find(strip, query + strip.query, key + strip.key, some.distance + strip.query - strip.key)
-                for strip in some.strips
+                find(strip, query + strip.query, key + strip.key, tiles.distance + strip.query - strip.key)
+                for strip in tiles.strips
             ]
             return jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *strips)
 
-        if len(some.query) == 1:
-            return visit(int(some.query[0]), int(some.key[0]))
-        of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (some.query, some.key))[1]
+        if len(tiles.query) == 1:
+            return visit(int(tiles.query[0]), int(tiles.key[0]))
+        _, of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (tiles.query, tiles.key))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), of_tiles)
 
     def fold(
@@ -501,30 +492,31 @@ class Layout:
           put: (state, a result, strip, place of its first query, of its first key) -> state.
           nothing: () -> the result for a whole tile beyond the window.
         """
-        for some in tiles:
-            state = self._fold_alike(some, state, find, put, nothing)
+        for alike in tiles:
+            state = self._fold_alike(alike, state, find, put, nothing)
         return state
 
-    def _fold_alike(self, some: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
-        window = self.window if isinstance(some.distance, jax.Array) else None  # it may exclude a tile
+    def _fold_alike(self, tiles: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
+        places = [tiles.query, tiles.key]
+        may_be_beyond = isinstance(tiles.distance, jax.Array)  # the window
+        if may_be_beyond:
+            places.append(tiles.distance)
 
-        def visit(state: Tree, query: Any, key: Any, distance: Any) -> Tree:
-            for strip in some.strips:
-                places = strip, query + strip.query, key + strip.key
+        def visit(state: Tree, query: Any, key: Any, distance: Any = tiles.distance) -> Tree:
+            for strip in tiles.strips:
+                where = strip, query + strip.query, key + strip.key
                 apart = None if distance is None else distance + strip.query - strip.key
-                look = functools.partial(find, *places, apart)
-                if window is None or apart is None:
+                look = functools.partial(find, *where, apart)
+                if apart is None or not may_be_beyond:
                     found = look()
                 else:
-                    found = jax.lax.cond(apart - strip.num_keys + 1 < window, look, nothing)
-                state = put(state, found, *places)
+                    found = jax.lax.cond(apart - strip.num_keys + 1 < self.window, look, nothing)
+                state = put(state, found, *where)
             return state
 
-        each = (some.query, some.key) if window is None else (some.query, some.key, some.distance)
-        rest = (some.distance,) if window is None else ()
-        if len(some.query) > 1:
-            return jax.lax.scan(lambda state, at: (visit(state, *at, *rest), None), state, each)[0]
-        return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in each), *rest)
+        if len(tiles.query) > 1:
+            return jax.lax.scan(lambda state, at: (visit(state, *at), None), state, places)[0]
+        return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in places))
 
 
 _HEADS = ("batch", "length", "activation_heads", None)
@@ -543,7 +535,9 @@ Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
 def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
     device has the keys and sums of whole examples."""
-    own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
+    own = own_shard()
+    shards = context_shards()
+    of_all = from_all_shards(keys)
 
     def body(distance: jax.Array, carry: Tree) -> Tree:
         state, sums = carry
@@ -560,7 +554,8 @@ def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree
 def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
     has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
-    own, shards = own_shard(), context_shards()
+    own = own_shard()
+    shards = context_shards()
 
     def hop(state: Tree, sums: Tree, theirs: Tree, distance: jax.Array | int) -> tuple[Tree, Tree]:
         state, sums = visit(state, sums, theirs, (own - distance) % shards)
@@ -661,20 +656,16 @@ def _shard_forward(
     sink_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's context and log-partitions."""
-    layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
+    layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    segment_BT = own[2]
     q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
 
-    def finds(keys: Keys) -> Any:
-        """The function that `Layout.fold` calls for tiles of these keys; it gives contexts and log-partitions."""
-
-        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
-            seen_keys = keys.part(key, strip.num_keys)
-            of_queries = part(own[2], query, strip.num_queries, axis=1)
-            seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
-            return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
-
-        return find
+    def attend_to(keys: Keys, strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
+        seen_keys = keys.part(key, strip.num_keys)
+        strip_segment_BT = part(segment_BT, query, strip.num_queries, axis=1)
+        seen_B11TS = may_see(strip_segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+        return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
 
     def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
         context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
@@ -683,12 +674,13 @@ def _shard_forward(
 
     def nothing() -> tuple[jax.Array, jax.Array]:
         rows = (*q_BKGTH.shape[:3], layout.tile)
-        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
+        return jnp.zeros((*rows, v_BSKW.shape[-1]), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
 
     def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
-        return layout.fold(layout.tiles_with(other), state, finds(Keys.of(*theirs)), add, nothing), sums
+        find = functools.partial(attend_to, Keys.of(*theirs))
+        return layout.fold(layout.tiles_with(other), state, find, add, nothing), sums
 
-    find = finds(Keys.of(*own))
+    find = functools.partial(attend_to, Keys.of(*own))
     state = layout.fold(layout.own_tiles()[1:], layout.of_each_query(find), find, add, nothing)
     if context_shards() > 1:
         state, _ = strategy(visit, state, own, ())
@@ -697,32 +689,41 @@ def _shard_forward(
     return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
 
 
-def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+def _shard_backward(
+    strategy: Strategy,
+    scoring: Scoring,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    context_BTNW: jax.Array,
+    log_partition_BKGT1: jax.Array,
+    g_BTNW: jax.Array,
+) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
-    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
-    layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
+    layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
     q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))
     log_partition_BKGT1 = layout.pad(log_partition_BKGT1, axis=3)
     queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
 
-    def look(state: Tree, keys: BackwardKeys, tiles: Tree) -> Tree:
+    def look(state: Tree, keys: BackwardKeys, tiles: Sequence[Tiles]) -> Tree:
         """`state`, dq and these keys' dk and dv, plus these tiles' terms."""
 
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
-            of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)
-            seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
-            return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
+            strip_queries = queries.part(query, strip.num_queries)
+            seen_keys = keys.part(key, strip.num_keys)
+            seen_B11TS = may_see(strip_queries.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend_backward(strip_queries, seen_keys, seen_B11TS, scoring)
 
         def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
             places = (query, key, key)
-            before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
-            sums = [x + new for x, new in zip(before, found, strict=True)]
+            before = [part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True)]
+            sums = jax.tree.map(jnp.add, tuple(before), found)
             return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
 
         def nothing() -> Tree:
-            shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
-            return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+            return tuple(jnp.zeros((*x.shape[:3], layout.tile, *x.shape[4:]), jnp.float32) for x in state)
 
         return layout.fold(tiles, state, find, add, nothing)
 
@@ -736,9 +737,10 @@ def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array)
     dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
     if context_shards() > 1:
         dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
-        own_sums = [one + others for one, others in zip(own_sums, sums, strict=True)]
-    results = ungrouped(dq_BKGTH.astype(dtype)), *(x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
-    return tuple(layout.unpad(x, axis=1) for x in results)
+        own_sums = jax.tree.map(jnp.add, own_sums, list(sums))
+    dtype = q_BTNH.dtype
+    dk_BSKH, dv_BSKW = (x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
+    return tuple(layout.unpad(x, axis=1) for x in (ungrouped(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKW))
 
 
 def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:

@@ -29,20 +29,14 @@ class KVCache(NamedTuple):
     states: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
 
     @staticmethod
-    def empty(
-        *,
-        num_layers: int,
-        num_sequences: int,
-        num_positions: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int | None,
-        dtype: DTypeLike,
-    ) -> "KVCache":
-        """A cache for `num_sequences` sequences of at most `num_positions` tokens."""
+    def empty(sizes: tuple[int, ...], key_dim: int, value_dim: int | None, dtype: DTypeLike) -> "KVCache":
+        """A cache of zeros.
+
+        Args:
+          sizes: the layers, the sequences, the kv heads and the most tokens of a sequence.
+        """
         if jnp.dtype(dtype).itemsize == 2 and jax.default_backend() == "cpu":
             dtype = jnp.uint16
-        sizes = (num_layers, num_sequences, num_kv_heads, num_positions)
         value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
         return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
 
@@ -117,17 +111,20 @@ class CachedAttend:
         if self.cache.value is not None:
             assert v_BTKW is not None
             value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
-        found = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
+        attend = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
         # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
-        turns, rest = divmod(T, _QUERIES)
-        whole = T - rest
-        parts = [found(q_BTNH[:, whole:], self.position_BT[:, whole:])] if rest else []
-        if turns:
-            arrays = (x[:, :whole].reshape(B, turns, -1, *x.shape[2:]) for x in (q_BTNH, self.position_BT))
-            of_turns = jax.lax.map(lambda turn: found(*turn), tuple(jnp.moveaxis(x, 1, 0) for x in arrays))
-            parts.insert(0, jnp.moveaxis(of_turns, 0, 1).reshape(B, whole, N, -1))
-        context_BTNW = jnp.concatenate(parts, axis=1)
-        return context_BTNW, self.cache._replace(key=key_LBKSH, value=value_LBKSW)
+        num_blocks = T // _QUERIES
+        whole = num_blocks * _QUERIES
+        contexts: list[jax.Array] = []
+        if num_blocks:
+            q_blocks = q_BTNH[:, :whole].reshape(B, num_blocks, -1, *q_BTNH.shape[2:])
+            position_blocks = self.position_BT[:, :whole].reshape(B, num_blocks, -1)
+            blocks = (jnp.moveaxis(q_blocks, 1, 0), jnp.moveaxis(position_blocks, 1, 0))
+            context = jax.lax.map(lambda block: attend(*block), blocks)
+            contexts.append(jnp.moveaxis(context, 0, 1).reshape(B, whole, N, -1))
+        if whole < T:
+            contexts.append(attend(q_BTNH[:, whole:], self.position_BT[:, whole:]))
+        return jnp.concatenate(contexts, axis=1), self.cache._replace(key=key_LBKSH, value=value_LBKSW)
 
     def _attend(
         self,
@@ -147,7 +144,8 @@ class CachedAttend:
         )
         product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
         score_BKGTS = self.scoring.score(product_BKGTS, H)
-        key_11S, query_BT1 = jnp.arange(key_BKSH.shape[2])[None, None, :], position_BT[:, :, None]
+        key_11S = jnp.arange(key_BKSH.shape[2])[None, None, :]
+        query_BT1 = position_BT[:, :, None]
         seen_BTS = key_11S <= query_BT1
         if self.scoring.window is not None:
             seen_BTS &= query_BT1 - key_11S < self.scoring.window
@@ -164,7 +162,8 @@ class CachedAttend:
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All layers' entries with the new tokens, and this layer's."""
-        row_B1, as_bits = jnp.arange(new_BTKH.shape[0])[:, None], all_LBKSH.dtype == jnp.uint16
+        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
+        as_bits = all_LBKSH.dtype == jnp.uint16
         dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
         stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
         all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
