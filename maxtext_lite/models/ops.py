@@ -6,7 +6,6 @@ both directions, which also makes bfloat16 fast on CPUs that have it, except for
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -45,16 +44,14 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     compiler makes a loop over the weight's shards, which writes the product again and again. The gradient is reduced to
     the weight's shards in the weight's `grad_dtype`. Adapters are not quantized.
     """
-    value, axes = weight[...], tuple(weight.axes)
-
-    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> jax.Array:
-        return project_array(x, value, axes, TOKENS, weight.grad_dtype, quantization)
-
+    value = weight[...]
+    axes = tuple(weight.axes)
     if not isinstance(value, Adapted):
-        return times(x, value, axes, weight.quantization)
-    of_a, of_b = halves(axes, axes, "lora_rank")
-    added = times(times(x, value.a, of_a), value.b, of_b).astype(jnp.float32)
-    plain = times(x, value.weight, axes, weight.quantization).astype(jnp.float32)
+        return project_array(x, value, axes, TOKENS, weight.grad_dtype, weight.quantization)
+    a_axes, b_axes = halves(axes, axes, "lora_rank")
+    added = project_array(x, value.a, a_axes, TOKENS, weight.grad_dtype, "none")
+    added = project_array(added, value.b, b_axes, TOKENS, weight.grad_dtype, "none").astype(jnp.float32)
+    plain = project_array(x, value.weight, axes, TOKENS, weight.grad_dtype, weight.quantization).astype(jnp.float32)
     return (plain + value.scale * added).astype(x.dtype)
 
 
@@ -72,7 +69,8 @@ def project_array(
 ) -> jax.Array:
     """`project` with an array of these logical axes."""
     del tokens, grad_dtype
-    numbers, ends = number_format(quantization), _ends(axes)
+    numbers = number_format(quantization)
+    ends = _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     if numbers:
         y_BTo = numbers.times(x_BTi, numbers.scaled_weight(weight_io, ends), ends)
@@ -87,7 +85,7 @@ def _ends(axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[: num_inputs(axes)]))
+    x_BTi = x.reshape(*x.shape[:2], -1)
     return x_BTi, weight.reshape(x_BTi.shape[-1], -1)
 
 
@@ -131,12 +129,14 @@ def _project_backward(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
-    numbers, ends = number_format(quantization), _ends(axes)
+    numbers = number_format(quantization)
+    ends = _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
     if tokens == TOKENS and num_shards("residual_length") > num_shards("length"):
         # XLA would gather tokens over `tensor` for each matmul by itself, and for the weight's gradient over `context`.
-        x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
+        x_BTi = constrain(x_BTi, ("batch", "length", AS_IT_IS))
+        g_BTo = constrain(g_BTo, ("batch", "length", AS_IT_IS))
     if numbers:
         dx_BTi = numbers.times_transposed(g_BTo, numbers.scaled_weight(weight_io, ends), ends)
     else:
@@ -172,13 +172,13 @@ def _rms_norm_backward(
 ) -> tuple[jax.Array, jax.Array]:
     del epsilon
     x_BTD, scale_D, inverse_BT1 = residuals
-    unit_BTD, g_f32 = x_BTD.astype(jnp.float32) * inverse_BT1, g_BTD.astype(jnp.float32)
+    unit_BTD = x_BTD.astype(jnp.float32) * inverse_BT1
+    g_f32 = g_BTD.astype(jnp.float32)
     scaled_BTD = g_f32 * scale_D.astype(jnp.float32)
     along_BT1 = jnp.mean(scaled_BTD * unit_BTD, axis=-1, keepdims=True)
     dx_BTD = inverse_BT1 * (scaled_BTD - unit_BTD * along_BT1)
-    return dx_BTD.astype(x_BTD.dtype), jnp.sum(g_f32 * unit_BTD, axis=tuple(range(g_f32.ndim - 1))).astype(
-        scale_D.dtype
-    )
+    dscale_D = jnp.sum(g_f32 * unit_BTD, axis=tuple(range(g_f32.ndim - 1)))
+    return dx_BTD.astype(x_BTD.dtype), dscale_D.astype(scale_D.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -221,32 +221,29 @@ has learned numbers."""
 _CLAMP, _STEEPNESS = 7.0, 1.702
 
 
-def _activated(x: jax.Array, activation: Activation) -> jax.Array:
-    match activation:
-        case "silu":
-            return jax.nn.silu(x)
-        case "gelu":
-            return jax.nn.gelu(x, approximate=False)
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-        case "relu":
-            return jax.nn.relu(x)
-        case "relu_squared":
-            return jnp.square(jax.nn.relu(x))
-        case "clamped_silu":
-            return jnp.minimum(x, _CLAMP) * jax.nn.sigmoid(_STEEPNESS * jnp.minimum(x, _CLAMP))
-        case "xielu":
-            raise AssertionError("xielu has weights of its own")
+def _clamped_silu(x: jax.Array) -> jax.Array:
+    x = jnp.minimum(x, _CLAMP)
+    return x * jax.nn.sigmoid(_STEEPNESS * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "clamped_silu": _clamped_silu,
+}
 
 
 def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
     gate = gate.astype(jnp.float32)
     if up is None:
-        return _activated(gate, activation)
+        return _ACTIVATIONS[activation](gate)
     up = up.astype(jnp.float32)
     if activation == "clamped_silu":
         up = jnp.clip(up, -_CLAMP, _CLAMP) + 1
-    return _activated(gate, activation) * up
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
@@ -272,7 +269,8 @@ def xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array
 
 def _xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
-    p, n = (jax.nn.softplus(alpha_U[0].astype(jnp.float32)) for alpha_U in (alpha_p_U, alpha_n_U))
+    p = jax.nn.softplus(alpha_p_U[0].astype(jnp.float32))
+    n = jax.nn.softplus(alpha_n_U[0].astype(jnp.float32))
     below = (n + _BETA) * (jnp.expm1(jnp.minimum(x, _SMALLEST)) - x)
     return jnp.where(x > 0, p * jnp.square(x), below) + _BETA * x
 
@@ -327,16 +325,14 @@ def sums_at(x_BTD: jax.Array, index_BT: jax.Array, num_rows: int) -> jax.Array:
     return jax.lax.platform_dependent(x_BTD, index_BT, cuda=ordered, rocm=ordered, default=scattered)
 
 
-def _with_index(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return lambda x, index_BT, num_rows: (function(x, index_BT, num_rows), index_BT)
-
-
-def _transposed(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, None]]:
-    return lambda num_rows, index_BT, g: (function(g, index_BT, num_rows), None)
-
-
-rows_at.defvjp(_with_index(rows_at), _transposed(sums_at))
-sums_at.defvjp(_with_index(sums_at), _transposed(rows_at))
+rows_at.defvjp(
+    lambda table, index, num_rows: (rows_at(table, index, num_rows), index),
+    lambda num_rows, index, g: (sums_at(g, index, num_rows), None),
+)
+sums_at.defvjp(
+    lambda x, index, num_rows: (sums_at(x, index, num_rows), index),
+    lambda num_rows, index, g: (rows_at(g, index, num_rows), None),
+)
 
 
 def _in_order(x_ND: jax.Array, index_N: jax.Array, num_rows: int) -> jax.Array:
@@ -377,5 +373,6 @@ def _in_order(x_ND: jax.Array, index_N: jax.Array, num_rows: int) -> jax.Array:
 
 def _carry(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Joins neighbouring ranges of blocks: (the last run spans the range and goes on from before it, its sum)."""
-    (left_spans, left_sum), (right_spans, right_sum) = left, right
+    left_spans, left_sum = left
+    right_spans, right_sum = right
     return left_spans & right_spans, right_sum + jnp.where(right_spans, left_sum, 0)
