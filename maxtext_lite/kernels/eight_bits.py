@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.models.ops import TokenAxes, dtype_of_totals
@@ -39,16 +40,16 @@ class Scaled(NamedTuple):
       scale: float32, of size 1 along the dims that share one.
     """
 
-    numbers: jax.Array
-    scale: jax.Array
+    numbers: Array
+    scale: Array
 
 
-def largest_magnitude(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+def largest_magnitude(x: Array, dims: tuple[int, ...]) -> Array:
     """The largest magnitude over `dims`, which keep size 1, in float32; NaN if a number is NaN."""
     return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
 
 
-def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
+def in_eight_bits(x: Array, largest: Array, dtype: DTypeLike) -> Scaled:
     """x rounded to the nearest numbers of `dtype`, ties to even; `largest` becomes the largest number of `dtype`.
 
     Args:
@@ -60,7 +61,7 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
     return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
 
 
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+Matmul = Callable[[Array, Array], Array]
 """(rows, numbers of weights) -> products, in `dtype_of_totals`."""
 
 
@@ -79,7 +80,7 @@ class EightBits(NamedTuple):
 
     # ---- A projection
 
-    def scaled_weight(self, weight_io: jax.Array, axes: tuple[str, str]) -> Scaled:
+    def scaled_weight(self, weight_io: Array, axes: tuple[str, str]) -> Scaled:
         """A weight ready for use, whole over `fsdp`, with a scale for each output.
 
         It is rounded in its shards, so eight bits and the scales cross `fsdp`.
@@ -91,13 +92,13 @@ class EightBits(NamedTuple):
         numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), whole))
         return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
 
-    def times(self, x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+    def times(self, x_BTi: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """x W, [B, T, o] in the dtype of x."""
         x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), self.forward)
         total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
         return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
 
-    def times_transposed(self, g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+    def times_transposed(self, g_BTo: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """g W^T, [B, T, i] in the dtype of g."""
         scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
         g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), self.backward)
@@ -106,21 +107,22 @@ class EightBits(NamedTuple):
 
     def weight_gradient(
         self,
-        x_BTi: jax.Array,
-        g_BTo: jax.Array,
+        x_BTi: Array,
+        g_BTo: Array,
         axes: tuple[str, str],
         tokens: TokenAxes,
         grad_dtype: DTypeLike,
-    ) -> jax.Array:
+    ) -> Array:
         """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums
         cross it in `grad_dtype` and are added up in float32.
 
         Rows run one after another: a device never has the products of several rows, each as large as the weight.
         """
         in_axis, out_axis = axes_in_use(axes)
-        x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
+        x_rnmcti = _rows_first(x_BTi, tokens, in_axis)
+        g_rnmcto = _rows_first(g_BTo, tokens, out_axis)
 
-        def of_row(x: jax.Array, g: jax.Array) -> jax.Array:
+        def of_row(x: Array, g: Array) -> Array:
             x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), self.forward)
             g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), self.backward)
             totals = dtype_of_totals(self.forward)
@@ -141,7 +143,7 @@ class EightBits(NamedTuple):
 
     # ---- Rows of experts, inside `over_shards`
 
-    def whole_weight(self, weight_Eio: jax.Array, axes: tuple[str, ...]) -> Scaled:
+    def whole_weight(self, weight_Eio: Array, axes: tuple[str, ...]) -> Scaled:
         """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
         in_axis, out_axis = axes[1:]
         scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.forward)
@@ -150,9 +152,7 @@ class EightBits(NamedTuple):
         scale = gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale
         return Scaled(numbers, scale)
 
-    def rows_times(
-        self, x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
-    ) -> jax.Array:
+    def rows_times(self, x_Ui: Array, weight: Scaled, expert_U: Array, matmul: Matmul, axis: str | None) -> Array:
         """Each row times its expert's weight, [U, o] in float32.
 
         Args:
@@ -162,8 +162,8 @@ class EightBits(NamedTuple):
         return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
 
     def rows_times_transposed(
-        self, g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
-    ) -> jax.Array:
+        self, g_Uo: Array, weight: Scaled, expert_U: Array, matmul: Matmul, axis: str | None
+    ) -> Array:
         """Each row times its expert's transposed weight, [U, i] in float32.
 
         Args:
@@ -179,27 +179,28 @@ FP8 = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=
 FP8_FULL = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=True)
 
 
-def _sent(numbers: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _sent(numbers: Array, send: Callable[[Array], Array]) -> Array:
     """Numbers sent to other devices as bytes: XLA would widen float8 first on a platform without it."""
     sent = send(jax.lax.bitcast_convert_type(numbers, jnp.int8))
     return jax.lax.bitcast_convert_type(sent, numbers.dtype)
 
 
-def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
+def _totals(left_BTk: Array, right_kj: Array, axis: str) -> Array:
     """left x right [n, B, T, j], where n devices along a logical axis have a part of k each.
 
     The parts are kept apart until they have their scales: the all-reduce then takes two bytes a number, not four.
     """
     parts = 1 if axes_in_use((axis,)) == (None,) else num_shards(axis)
     B, T, k = left_BTk.shape
-    left_BTnk, right_nkj = left_BTk.reshape(B, T, parts, k // parts), right_kj.reshape(parts, k // parts, -1)
+    left_BTnk = left_BTk.reshape(B, T, parts, k // parts)
+    right_nkj = right_kj.reshape(parts, k // parts, -1)
     if parts > 1:
         left_BTnk = constrain(left_BTnk, (AS_IT_IS, AS_IT_IS, axis, None))
         right_nkj = constrain(right_nkj, (axis, None, AS_IT_IS))
     return jnp.einsum("BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype))
 
 
-def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Array:
+def _added_up(parts: Array, dtype: DTypeLike, num_dims: int = 1) -> Array:
     """The sum over the first dims in `dtype`; `jnp.sum` would add, and all-reduce, in float32."""
     parts = parts.astype(dtype)
     dims = tuple(range(num_dims))
@@ -208,7 +209,7 @@ def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Arra
     return jax.lax.reduce(parts, jnp.zeros([], dtype), jax.lax.add, dims)
 
 
-def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Array:
+def _rows_first(x_BTi: Array, tokens: TokenAxes, axis: str | None) -> Array:
     """[rows of a device, devices along each of `tokens`, tokens of a device, i]."""
     B, T, width = x_BTi.shape
     n, m, c = (1 if name is None else num_shards(name) for name in tokens)
@@ -216,6 +217,6 @@ def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Ar
     return jnp.moveaxis(constrain(x_nmrcti, (*tokens[:2], None, tokens[2], None, axis)), 2, 0)
 
 
-def _largest_of_rows(x_Ui: jax.Array, axis: str | None) -> jax.Array:
+def _largest_of_rows(x_Ui: Array, axis: str | None) -> Array:
     largest_U1 = largest_magnitude(x_Ui, (1,))
     return largest_U1 if axis is None else largest(largest_U1, axis)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.kernels import KERNEL_SCOPE
@@ -46,29 +47,29 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
     def suits(*sizes: int) -> bool:
         return all(size % _LANES == 0 for size in sizes)
 
-    def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
+    def tiles(x: Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
         """Tile sizes of rows, of the summed dim and of the other dim: at most 13 MB of the chip's memory."""
         rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
         return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
 
-    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, layout: Layout) -> jax.Array:
+    def matmul(x_Ui: Array, weight_Eio: Array, size_E: Array, layout: Layout) -> Array:
         tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
         is_transposed = layout == "oi"
         weight = weight_Eio.swapaxes(1, 2) if is_transposed else weight_Eio
         y_Uo: Any = gmm(x_Ui, weight, size_E, dtype, tiling, transpose_rhs=is_transposed, interpret=interpret)
         return y_Uo
 
-    def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+    def by_rows(x_Ui: Array, weight_Eio: Array, size_E: Array) -> Array:
         if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
             return RAGGED_DOT.by_rows(x_Ui, weight_Eio, size_E).astype(dtype)
         return matmul(x_Ui, weight_Eio, size_E, layout)
 
-    def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+    def by_rows_transposed(g_Uo: Array, weight_Eio: Array, size_E: Array) -> Array:
         if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
             return RAGGED_DOT.by_rows_transposed(g_Uo, weight_Eio, size_E).astype(dtype)
         return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
 
-    def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+    def over_rows(x_Ui: Array, g_Uo: Array, size_E: Array) -> Array:
         if not suits(*x_Ui.shape, *g_Uo.shape):
             return RAGGED_DOT.over_rows(x_Ui, g_Uo, size_E).astype(dtype)
         left, right = (x_Ui, g_Uo) if layout == "io" else (g_Uo, x_Ui)
@@ -89,8 +90,8 @@ def on_hopper(layout: Layout = "io", dtype: DTypeLike = jnp.float32) -> GroupedK
     """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` if a dim is no multiple of 64."""
     del layout, dtype  # weights lie one way, and results are float32
 
-    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., Array]) -> Callable[..., Array]:
+        def function(left: Array, right: Array, size_E: Array) -> Array:
             if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
                 return instead(left, right, size_E)
             tiles = _HOPPER_TILES

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_lite.config.kernels import kernel_named
@@ -28,7 +29,7 @@ _MASKED = -1e30  # finite: a row without any key inside a tile must not give inf
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-Index = int | jax.Array
+Index = int | Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,6 @@ class Scoring:
         The decoder passes chunks to `attention` as documents; only attention over a cache reads this.
       soft_cap: c in c * tanh(score / c), which bounds a score; None: scores are not bounded.
 
-    Raises:
-      ValueError: the window or the cap is not positive.
     Source: windows, Beltagy et al. 2020, arXiv:2004.05150, section 3.1; the cap, Gemma 2, arXiv:2408.00118, section 2.
     """
 
@@ -52,22 +51,16 @@ class Scoring:
     soft_cap: float | None = None
     chunk: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} keys leaves a query without its own. Nearest that works: 1.")
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ValueError(f"soft_cap={self.soft_cap} is not positive. Nearest that works: None.")
-
     def scale_of(self, key_dim: int) -> float:
         """The scale for keys of this width."""
         return key_dim**-0.5 if self.scale is None else self.scale
 
-    def score(self, product: jax.Array, key_dim: int) -> jax.Array:
+    def score(self, product: Array, key_dim: int) -> Array:
         """Scores of any shape from the products of queries and keys of this width, in their dtype."""
         score = product * self.scale_of(key_dim)
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
-    def dproduct(self, dscore: jax.Array, score: jax.Array, key_dim: int) -> jax.Array:
+    def dproduct(self, dscore: Array, score: Array, key_dim: int) -> Array:
         """The gradient of the products, from that of their scores and the scores themselves."""
         dproduct = dscore * self.scale_of(key_dim)
         return dproduct if self.soft_cap is None else dproduct * (1 - jnp.square(score / self.soft_cap))
@@ -77,19 +70,19 @@ PLAIN = Scoring()
 """Llama's: every key that is no later, scored by its product with the query over the square root of their width."""
 
 
-def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
+def part(x: Array, first: Index, count: int, axis: int) -> Array:
     """`count` entries of a dim; `first` may be traced."""
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + count, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
 
 
-def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
+def put(x: Array, new: Array, first: Index) -> Array:
     """`x` with `new` at the positions of dim 3 from `first` on."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
 
 
-def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -> jax.Array:
+def whole_blocks(x: Array, block: int, *, axis: int = 1, value: float = 0) -> Array:
     """`x` padded to a whole number of blocks of tokens."""
     fill = -x.shape[axis] % block
     pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
@@ -99,12 +92,12 @@ def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -
 class Keys(NamedTuple):
     """Keys and values in the layout of the forward pass's matmuls, and their documents."""
 
-    k_BKHS: jax.Array
-    v_BKSW: jax.Array
-    segment_BS: jax.Array
+    k_BKHS: Array
+    v_BKSW: Array
+    segment_BS: Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "Keys":
+    def of(cls, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> "Keys":
         """Keys and values from the projections, transposed."""
         return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKW.transpose(0, 2, 1, 3), segment_BS)
 
@@ -116,13 +109,13 @@ class Keys(NamedTuple):
 class BackwardKeys(NamedTuple):
     """Keys and values in the layouts of the backward pass's matmuls, and their documents."""
 
-    k_BKHS: jax.Array
-    k_BKSH: jax.Array
-    v_BKWS: jax.Array
-    segment_BS: jax.Array
+    k_BKHS: Array
+    k_BKSH: Array
+    v_BKWS: Array
+    segment_BS: Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
+    def of(cls, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> "BackwardKeys":
         """Keys and values from the projections, transposed."""
         k_BKHS = k_BSKH.transpose(0, 2, 3, 1)
         k_BKSH = k_BSKH.transpose(0, 2, 1, 3)
@@ -141,22 +134,22 @@ class BackwardQueries(NamedTuple):
       product_BKGT1: gradient times context.
     """
 
-    q_BKGTH: jax.Array
-    q_BKHGT: jax.Array
-    g_BKGTW: jax.Array
-    g_BKWGT: jax.Array
-    log_partition_BKGT1: jax.Array
-    product_BKGT1: jax.Array
-    segment_BT: jax.Array
+    q_BKGTH: Array
+    q_BKHGT: Array
+    g_BKGTW: Array
+    g_BKWGT: Array
+    log_partition_BKGT1: Array
+    product_BKGT1: Array
+    segment_BT: Array
 
     @classmethod
     def of(
         cls,
-        q_BTNH: jax.Array,
-        g_BTNW: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BKGT1: jax.Array,
-        segment_BT: jax.Array,
+        q_BTNH: Array,
+        g_BTNW: Array,
+        context_BTNW: Array,
+        log_partition_BKGT1: Array,
+        segment_BT: Array,
     ) -> "BackwardQueries":
         """Queries, gradient and context in the forward pass's layout, transposed."""
         K = log_partition_BKGT1.shape[1]
@@ -178,29 +171,29 @@ class BackwardQueries(NamedTuple):
         return BackwardQueries(*_parts(self, (3, 4, 3, 4, 3, 3, 1), first, count))
 
 
-def _parts(arrays: Sequence[jax.Array], axes: Sequence[int], first: Index, count: int) -> list[jax.Array]:
+def _parts(arrays: Sequence[Array], axes: Sequence[int], first: Index, count: int) -> list[Array]:
     return [part(x, first, count, axis) for x, axis in zip(arrays, axes, strict=True)]
 
 
-def grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+def grouped(x_BTNH: Array, num_kv_heads: int) -> Array:
     """[B, T, K, G, H]: the query heads of each kv head."""
     B, T, _, H = x_BTNH.shape
     return x_BTNH.reshape(B, T, num_kv_heads, -1, H)
 
 
-def ungrouped(x_BKGTH: jax.Array) -> jax.Array:
+def ungrouped(x_BKGTH: Array) -> Array:
     """[B, T, N, H]."""
     B, K, G, T, H = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
 def may_see(
-    segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    segment_BT: Array,
+    segment_BS: Array,
     first_query: Index | None,
     first_key: Index | None,
     window: int | None = None,
-) -> jax.Array:
+) -> Array:
     """True where a query may see a key: in its document, no later, and in its window, [B, 1, 1, T, S].
 
     Args:
@@ -219,9 +212,7 @@ def may_see(
     return (seen_TS & same_document_BTS)[:, None, None]
 
 
-def attend(
-    q_BKGTH: jax.Array, keys: Keys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
-) -> tuple[jax.Array, jax.Array]:
+def attend(q_BKGTH: Array, keys: Keys, seen_B11TS: Array, scoring: Scoring = PLAIN) -> tuple[Array, Array]:
     """Context [B, K, G, T, W] of these keys alone and log-partition [B, K, G, T, 1], float32.
 
     The log-partition of a query that sees none of them is so low that its context has no weight in a `merge`.
@@ -235,7 +226,7 @@ def attend(
     return context_BKGTW, max_BKGT1 + jnp.log(sum_BKGT1)
 
 
-def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
     """Contexts and log-partitions over both of two sets of keys; each query sees a key of the first."""
     one_BKGTW, one_BKGT1 = one
     other_BKGTW, other_BKGT1 = other
@@ -245,7 +236,7 @@ def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) 
     return one_share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
 
 
-def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def with_sink(found: tuple[Array, Array], sink_N: Array | None) -> tuple[Array, Array]:
     """Contexts and log-partitions with each head's sink, which has no value, beside all keys.
 
     Source: gpt-oss, arXiv:2508.10925; sinks are from Xiao et al. 2023, arXiv:2309.17453.
@@ -258,9 +249,7 @@ def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> t
     return jnp.exp(log_partition_BKGT1 - both_BKGT1) * context_BKGTW, both_BKGT1
 
 
-def sink_gradient(
-    sink_N: jax.Array | None, log_partition_BKGT1: jax.Array, context_BTNW: jax.Array, g_BTNW: jax.Array
-) -> jax.Array | None:
+def sink_gradient(sink_N: Array | None, log_partition_BKGT1: Array, context_BTNW: Array, g_BTNW: Array) -> Array | None:
     """dsink [N], in the sinks' dtype, from the results of `with_sink` and the gradient of the context."""
     if sink_N is None:
         return None
@@ -271,8 +260,8 @@ def sink_gradient(
 
 
 def attend_backward(
-    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: Array, scoring: Scoring = PLAIN
+) -> tuple[Array, Array, Array]:
     """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
     dtype = queries.q_BKGTH.dtype
     H = queries.q_BKGTH.shape[-1]
@@ -288,16 +277,16 @@ def attend_backward(
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     kernel: str,
     strategy: str,
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """Causal grouped-query attention that never looks across packed documents.
 
     If the mesh in use has a context axis, the T tokens are in the order of `parallel.context_order`.
@@ -383,7 +372,7 @@ class Layout:
         """Tokens of a run with its padding."""
         return self.num_tiles * self.tile
 
-    def pad(self, x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    def pad(self, x: Array, axis: int, value: int = 0) -> Array:
         """`x` with padding along dim `axis`, that of a device's tokens."""
         missing = self.padded_run - self.run
         if not missing:
@@ -392,7 +381,7 @@ class Layout:
         x = jnp.pad(x, [(0, missing * (dim == axis + 1)) for dim in range(x.ndim)], constant_values=value)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-    def unpad(self, x: jax.Array, axis: int) -> jax.Array:
+    def unpad(self, x: Array, axis: int) -> Array:
         """`x` without the padding."""
         if self.padded_run == self.run:
             return x
@@ -425,7 +414,7 @@ class Layout:
             found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
         return found
 
-    def tiles_with(self, other: jax.Array) -> list[Tiles]:
+    def tiles_with(self, other: Array) -> list[Tiles]:
         """The tiles of a device's queries with another shard's keys, in the two pairs of runs that causality allows."""
         later = (other > own_shard()).astype(jnp.int32)  # both late runs, or both early ones
         return [self._tiles_between(jnp.stack([1, later]), jnp.stack([0, later]), other)]
@@ -442,7 +431,7 @@ class Layout:
                 strips.append(Strip(first, num_queries, start, end - start))
         return strips
 
-    def _tiles_between(self, query_run: Any, key_run: Any, other: jax.Array) -> Tiles:
+    def _tiles_between(self, query_run: Any, key_run: Any, other: Array) -> Tiles:
         """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
         query, key = np.indices((self.num_tiles, self.num_tiles)).reshape(2, -1) * self.tile
         distance = None
@@ -453,7 +442,7 @@ class Layout:
         key = (self.padded_run * key_run[:, None] + key).ravel()
         return Tiles(query, key, distance, [self.whole])
 
-    def _start(self, shard: jax.Array, run: Any) -> jax.Array:
+    def _start(self, shard: Array, run: Any) -> Array:
         """The first token of a shard's run, by its number in the example."""
         return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
 
@@ -498,7 +487,7 @@ class Layout:
 
     def _fold_alike(self, tiles: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
         places = [tiles.query, tiles.key]
-        may_be_beyond = isinstance(tiles.distance, jax.Array)  # the window
+        may_be_beyond = isinstance(tiles.distance, Array)  # the window
         if may_be_beyond:
             places.append(tiles.distance)
 
@@ -525,7 +514,7 @@ _TOKENS = ("batch", "length")
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
-Visit = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
+Visit = Callable[[Tree, Tree, Tree, Array], tuple[Tree, Tree]]
 """(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
 
 Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -539,7 +528,7 @@ def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree
     shards = context_shards()
     of_all = from_all_shards(keys)
 
-    def body(distance: jax.Array, carry: Tree) -> Tree:
+    def body(distance: Array, carry: Tree) -> Tree:
         state, sums = carry
         other = (own - distance) % shards
         theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
@@ -557,11 +546,11 @@ def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree
     own = own_shard()
     shards = context_shards()
 
-    def hop(state: Tree, sums: Tree, theirs: Tree, distance: jax.Array | int) -> tuple[Tree, Tree]:
+    def hop(state: Tree, sums: Tree, theirs: Tree, distance: Array | int) -> tuple[Tree, Tree]:
         state, sums = visit(state, sums, theirs, (own - distance) % shards)
         return state, to_next_shard(sums)
 
-    def body(carry: Tree, distance: jax.Array) -> Tree:
+    def body(carry: Tree, distance: Array) -> Tree:
         state, sums, theirs = carry
         coming = to_next_shard(theirs)
         state, sums = hop(state, sums, theirs, distance)
@@ -588,21 +577,21 @@ class Passes(NamedTuple):
       backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, ...]]
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, ...]]
     options: tuple[Hashable, ...]
 
 
 def tiled_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     strategy: str,
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """`attention` for examples in context order, if the mesh in use splits T over its context axis.
 
     Args:
@@ -615,7 +604,7 @@ def tiled_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes) -> jax.Array:
+def on_devices(arguments: tuple[Array, ...], sink_N: Array | None, passes: Passes) -> Array:
     """Context [B, T, N, W] of examples in context order, by each device's passes.
 
     The backward pass keeps the arguments, the context and the log-partitions, each device its own part of them.
@@ -626,16 +615,14 @@ def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passe
     return _forward(arguments, sink_N, passes)[0]
 
 
-def _forward(
-    arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes
-) -> tuple[jax.Array, tuple[Tree, ...]]:
+def _forward(arguments: tuple[Array, ...], sink_N: Array | None, passes: Passes) -> tuple[Array, tuple[Tree, ...]]:
     local = functools.partial(passes.forward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
     context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
     return context_BTNW, (arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
-def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: jax.Array) -> tuple[Tree, jax.Array | None]:
+def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: Array) -> tuple[Tree, Array | None]:
     arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
     local = functools.partial(passes.backward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
@@ -649,12 +636,12 @@ on_devices.defvjp(_forward, _backward)
 def _shard_forward(
     strategy: Strategy,
     scoring: Scoring,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None,
+) -> tuple[Array, Array]:
     """One device's context and log-partitions."""
     layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
@@ -672,11 +659,11 @@ def _shard_forward(
         both = merge((context_BKGTW, log_partition_BKGT1), found)
         return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
 
-    def nothing() -> tuple[jax.Array, jax.Array]:
+    def nothing() -> tuple[Array, Array]:
         rows = (*q_BKGTH.shape[:3], layout.tile)
         return jnp.zeros((*rows, v_BSKW.shape[-1]), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
 
-    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         find = functools.partial(attend_to, Keys.of(*theirs))
         return layout.fold(layout.tiles_with(other), state, find, add, nothing), sums
 
@@ -692,14 +679,14 @@ def _shard_forward(
 def _shard_backward(
     strategy: Strategy,
     scoring: Scoring,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    context_BTNW: jax.Array,
-    log_partition_BKGT1: jax.Array,
-    g_BTNW: jax.Array,
-) -> tuple[jax.Array, ...]:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    context_BTNW: Array,
+    log_partition_BKGT1: Array,
+    g_BTNW: Array,
+) -> tuple[Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
@@ -727,7 +714,7 @@ def _shard_backward(
 
         return layout.fold(tiles, state, find, add, nothing)
 
-    def visit(dq_BKGTH: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+    def visit(dq_BKGTH: Array, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
         return dq_BKGTH, tuple(sums)
 
@@ -743,5 +730,5 @@ def _shard_backward(
     return tuple(layout.unpad(x, axis=1) for x in (ungrouped(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKW))
 
 
-def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:
+def _padded_keys(layout: Layout, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> tuple[Array, ...]:
     return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)

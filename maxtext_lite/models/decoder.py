@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
@@ -47,7 +48,7 @@ def graph_of(layer: Callable[..., Block]) -> Any:
 def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
     """A layer whose parameters are those of all layers, stacked on a leading dim."""
 
-    def create(key: jax.Array) -> Any:
+    def create(key: Array) -> Any:
         return nnx.state(layer(rngs=nnx.Rngs(params=key)))
 
     params = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
@@ -63,7 +64,7 @@ Kinds = tuple[str, str | None]
 """The kind of a layer, and the name of its stack if there are several."""
 
 
-def layer_of(stack: Tree, number: jax.Array) -> Tree:
+def layer_of(stack: Tree, number: Array) -> Tree:
     """The parameters of one layer of a stack [L, ...], for a loop over a few tokens.
 
     On CPUs XLA casts bfloat16 to float32 before it slices, and casts before the loop: a float32 copy of the whole stack
@@ -110,7 +111,7 @@ def scan_pattern(
     rest: dict[str | None, Tree] = {}
     for name, stack in stacks.items():
         num_whole = rounds * each[name]
-        whole[name] = _in_rounds(_between(stack, 0, num_whole), rounds)
+        whole[name] = _in_rounds(_between(stack, 0, num_whole), rounds, each[name])
         rest[name] = _between(stack, num_whole, None)
     carry, _ = jax.lax.scan(lambda carry, stacks: (some(carry, stacks, period), None), carry, whole)
     return some(carry, rest, num_layers - rounds * period)
@@ -121,8 +122,8 @@ def _between(stack: Tree, first: int, end: int | None) -> Tree:
     return jax.tree.map(lambda x: x[first:end], stack)
 
 
-def _in_rounds(stack: Tree, rounds: int) -> Tree:
-    return jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), stack)
+def _in_rounds(stack: Tree, rounds: int, each: int) -> Tree:
+    return jax.tree.map(lambda x: x.reshape(rounds, each, *x.shape[1:]), stack)
 
 
 def _length(stack: Tree) -> int:
@@ -158,10 +159,10 @@ class Stream(NamedTuple):
         EXPERT_COUNTS of the last L layers with experts; {} without experts.
     """
 
-    x_BTD: jax.Array
-    segment_BT: jax.Array
-    position_BT: jax.Array
-    aux: dict[str, jax.Array]
+    x_BTD: Array
+    segment_BT: Array
+    position_BT: Array
+    aux: dict[str, Array]
 
 
 def stream_axes(shape: DecoderShape) -> Tree:
@@ -171,7 +172,7 @@ def stream_axes(shape: DecoderShape) -> Tree:
     return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
 
 
-def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, jax.Array]:
+def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, Array]:
     """The `aux` of a stream of rows of this many tokens before the first layer: zeros."""
     experts = shape.experts
     if experts is None:
@@ -249,13 +250,13 @@ class Decoder:
             jax.eval_shape(lambda: jax.random.key(0)),  # without eval_shape it would be compiled and run
         )
 
-    def init(self, key: jax.Array) -> Params:
+    def init(self, key: Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
             params = nnx.to_pure_dict(nnx.state(_Modules(self.shape, self.block, rngs=nnx.Rngs(params=key))))
         return self.with_adapters(self._in_stages(params), key)
 
-    def with_adapters(self, params: Params, key: jax.Array) -> Params:
+    def with_adapters(self, params: Params, key: Array) -> Params:
         """These parameters, as the pipeline stores them, with new adapters; unchanged without LoRA."""
         lora = self.shape.lora
         if lora is None:
@@ -287,12 +288,12 @@ class Decoder:
         in `dtype`. The look-up's gradient is a sum over tokens and keeps its width.
         """
 
-        def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+        def cast_leaf(axes: tuple[str, ...], x: Array) -> Array:
             return x.astype(self.shape.dtype) if is_matrix(axes) and "router" not in axes else x
 
         return jax.tree.map(cast_leaf, self.axes, params, is_leaf=_is_axes)
 
-    def hidden(self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
+    def hidden(self, params: Params, token_BT: Array, segment_BT: Array, position_BT: Array) -> Array:
         """Final hidden states [B, T, D], normed, in `dtype`.
 
         Args:
@@ -302,8 +303,8 @@ class Decoder:
         return self.hidden_and_aux(params, token_BT, segment_BT, position_BT)[0]
 
     def hidden_and_aux(
-        self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, params: Params, token_BT: Array, segment_BT: Array, position_BT: Array
+    ) -> tuple[Array, dict[str, Array]]:
         """`hidden`, and the stream's `aux` after all layers."""
         aux = empty_aux(self.shape, *token_BT.shape)
         stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, aux)
@@ -314,7 +315,7 @@ class Decoder:
             stream = self.pipeline.run(self.layers, params["layers"], stream, axes=stream_axes(self.shape))
         return self.final_norm(params, stream.x_BTD), stream.aux
 
-    def embed(self, params: Params, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
+    def embed(self, params: Params, token_BT: Array, position_BT: Array) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         return nnx.merge(self._graph, params).embedding(token_BT, position_BT, self.shape.dtype)
 
@@ -343,8 +344,9 @@ class Decoder:
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
 
-            def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: Any, sink_N: jax.Array | None) -> Any:
-                kernel, strategy = self.shape.attention, self.shape.context_strategy
+            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Any, sink_N: Array | None) -> Any:
+                kernel = self.shape.attention
+                strategy = self.shape.context_strategy
                 return attention(
                     q_BTNH, k_BTKH, v_BTKH, segment_BT, sink_N, kernel=kernel, strategy=strategy, scoring=scoring
                 ), None
@@ -353,7 +355,7 @@ class Decoder:
 
         return of_layer
 
-    def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+    def final_norm(self, params: Params, x_BTD: Array) -> Array:
         """The output projection's input: the last layer's hidden states [B, T, D], normed."""
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
@@ -392,14 +394,15 @@ class Decoder:
         assert layer is not None
         return layer.state(self.shape)
 
-    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, jax.Array]:
+    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, Array]:
         """The states of layers of a kind before the first token, [L, B, ...]."""
-        table, sizes = self._state_table(kind), (num_layers, num_sequences)
+        table = self._state_table(kind)
+        sizes = (num_layers, num_sequences)
         return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
 
     def decode(
-        self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache, count_B: jax.Array | None = None
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: Params, token_BT: Array, start_B: Array, cache: KVCache, count_B: Array | None = None
+    ) -> tuple[Array, KVCache]:
         """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
 
         A rotation that follows the length uses the length so far; keys in the cache keep theirs.
@@ -414,7 +417,7 @@ class Decoder:
         segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
         layers_of = self.shape.layers_of
 
-        def of_layer(kind: str, number: jax.Array, cache: KVCache) -> Attend | Memory:
+        def of_layer(kind: str, number: Array, cache: KVCache) -> Attend | Memory:
             mixer = mixer_of(kind)
             layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
             if mixer != "attention":
@@ -432,7 +435,7 @@ class Decoder:
         stream, cache = self._scan(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
         return self.final_norm(params, stream.x_BTD), cache
 
-    def head(self, params: Params) -> jax.Array:
+    def head(self, params: Params) -> Array:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
@@ -441,7 +444,7 @@ class Decoder:
         head_DV = self.head(params).astype(dtype)
         return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
 
-    def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+    def logits(self, params: Params, x_BTD: Array) -> Array:
         """Logits [B, T, V] in float32 of hidden states."""
         logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
@@ -509,7 +512,7 @@ class Decoder:
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
 
 
-def _chunks(stream: Stream, chunk: int) -> jax.Array:
+def _chunks(stream: Stream, chunk: int) -> Array:
     """Document numbers [B, T] that make each chunk of this many tokens a document of its own; 0: padding."""
     chunks_of_row = -(-stream.segment_BT.shape[1] // chunk)
     segment_BT = stream.segment_BT * chunks_of_row + stream.position_BT // chunk

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
@@ -43,7 +44,7 @@ EXPERT_COUNTS = "expert_counts"
 the L layers with experts."""
 
 
-def with_layer(aux: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
     """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
     return aux | {
         name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
@@ -104,14 +105,14 @@ class ExpertShape(ExpertSizes):
 class ExpertWeights(NamedTuple):
     """Gated mlps, one for each expert, with all biases or none."""
 
-    gate_EDF: jax.Array
-    up_EDF: jax.Array
-    down_EFD: jax.Array
-    gate_EF: jax.Array | None = None
-    up_EF: jax.Array | None = None
-    down_ED: jax.Array | None = None
+    gate_EDF: Array
+    up_EDF: Array
+    down_EFD: Array
+    gate_EF: Array | None = None
+    up_EF: Array | None = None
+    down_ED: Array | None = None
 
-    def arrays(self) -> list[jax.Array]:
+    def arrays(self) -> list[Array]:
         """The arrays that are not None."""
         return [weight for weight in self if weight is not None]
 
@@ -135,9 +136,9 @@ class Routing(NamedTuple):
       aux: the entries of ExpertShape.aux_axes except DROPPED.
     """
 
-    expert_BTJ: jax.Array
-    share_BTJ: jax.Array
-    aux: dict[str, jax.Array]
+    expert_BTJ: Array
+    share_BTJ: Array
+    aux: dict[str, Array]
 
 
 class Router(NamedTuple):
@@ -149,12 +150,12 @@ class Router(NamedTuple):
       logit_E: added to the logits; None: there is none.
     """
 
-    weight_DE: jax.Array
-    bias_E: jax.Array | None = None
-    logit_E: jax.Array | None = None
+    weight_DE: Array
+    bias_E: Array | None = None
+    logit_E: Array | None = None
 
 
-def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertShape) -> Routing:
+def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> Routing:
     """The experts of each token and the terms of the auxiliary losses, computed in float32.
 
     Args:
@@ -191,7 +192,7 @@ def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertSha
     return Routing(jnp.where(real_BT[..., None], expert_BTJ, shape.num_experts), shape.scaling * share_BTJ, aux)
 
 
-def _choose(score_BTE: jax.Array, shape: ExpertShape) -> jax.Array:
+def _choose(score_BTE: Array, shape: ExpertShape) -> Array:
     """Numbers of the J experts with the highest scores, in the best groups: [B, T, J].
 
     Source: groups are DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2 (by the best), and arXiv:2412.19437, section
@@ -202,7 +203,7 @@ def _choose(score_BTE: jax.Array, shape: ExpertShape) -> jax.Array:
     return choose(jax.lax.stop_gradient(score_BTE))
 
 
-def _choose_locally(shape: ExpertShape, score_BTE: jax.Array) -> jax.Array:
+def _choose_locally(shape: ExpertShape, score_BTE: Array) -> Array:
     if shape.num_groups > 1:
         judges = 2 if shape.score == "sigmoid" else 1
         group_E = jnp.arange(shape.num_experts) // (shape.num_experts // shape.num_groups)
@@ -213,7 +214,7 @@ def _choose_locally(shape: ExpertShape, score_BTE: jax.Array) -> jax.Array:
     return jax.lax.top_k(score_BTE, shape.num_per_token)[1]
 
 
-def _is_chosen(expert_BTJ: jax.Array, real_BT: jax.Array, shape: ExpertShape) -> jax.Array:
+def _is_chosen(expert_BTJ: Array, real_BT: Array, shape: ExpertShape) -> Array:
     """True at each choice of a real token, [B, T, J, E]."""
     return (expert_BTJ[..., None] == jnp.arange(shape.num_experts)) & real_BT[..., None, None]
 
@@ -221,7 +222,7 @@ def _is_chosen(expert_BTJ: jax.Array, real_BT: jax.Array, shape: ExpertShape) ->
 _JITTER = 0.01  # the value of every phimoe checkpoint
 
 
-def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:
+def _sparse_shares(logits_BTE: Array, chosen_BTJE: Array) -> Array:
     """A softmax for each choice in turn, [B, T, J, E], over the experts that are left and near the best of them.
 
     In training as in inference the largest are chosen, and the shares have their own derivative: nothing is sampled,
@@ -236,12 +237,12 @@ def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.where(distance_BTJE > 2 * _JITTER, -jnp.inf, left_BTJE))
 
 
-def _count(chosen_BTJE: jax.Array) -> jax.Array:
+def _count(chosen_BTJE: Array) -> Array:
     """Tokens of each example that chose each expert, int32."""
     return jnp.sum(chosen_BTJE, axis=(1, 2), dtype=jnp.int32)
 
 
-def _balance(score_BTE: jax.Array, count_BE: jax.Array, real_BT: jax.Array, shape: ExpertShape) -> jax.Array:
+def _balance(score_BTE: Array, count_BE: Array, real_BT: Array, shape: ExpertShape) -> Array:
     """E x sum over experts of its share of an example's choices x its mean probability; 1 where either is even."""
     tokens_B1 = jnp.maximum(jnp.sum(real_BT, axis=1, dtype=jnp.float32), 1)[:, None]
     probability_BTE = score_BTE / (jnp.sum(score_BTE, axis=-1, keepdims=True) + 1e-20)
@@ -259,9 +260,7 @@ def expert_capacity(shape: ExpertShape, num_tokens: int) -> np.ndarray:
     return np.minimum(slots, tokens).astype(np.int32)
 
 
-def with_capacity(
-    x_BTD: jax.Array, routing: Routing, weights: ExpertWeights, shape: ExpertShape
-) -> tuple[jax.Array, jax.Array]:
+def with_capacity(x_BTD: Array, routing: Routing, weights: ExpertWeights, shape: ExpertShape) -> tuple[Array, Array]:
     """`dropless` for the choices with a slot, earlier tokens first, and the share of dropped choices, [B] float32.
 
     Choices compete only within an example, and only with those of earlier tokens: nothing depends on how a batch is
@@ -269,7 +268,8 @@ def with_capacity(
     Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.2, with the example as their group.
     """
     B, T, D = x_BTD.shape
-    E, J = shape.num_experts, shape.num_per_token
+    E = shape.num_experts
+    J = shape.num_per_token
     real_BT = routing.expert_BTJ[..., 0] < E
     capacity_T = expert_capacity(shape, T)
     num_slots = int(capacity_T[-1])
@@ -306,7 +306,7 @@ def with_capacity(
     return y_BTD, jnp.where(tokens_B > 0, dropped_B, 0)
 
 
-def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
+def _earlier_choices(expert_BTJ: Array, num_experts: int) -> Array:
     """The number of earlier choices of the same expert in the example, in the true order of tokens: [B, T, J]."""
     B, T, J = expert_BTJ.shape
     order_T = context_order(T, context_shards()) if context_shards() > 1 else np.arange(T)
@@ -317,14 +317,14 @@ def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
 
 
 def _experts_matmul(
-    shape: ExpertShape, axes: tuple[str, str], x_EBCi: jax.Array, weight_Eio: jax.Array, bias_Eo: jax.Array | None
-) -> jax.Array:
+    shape: ExpertShape, axes: tuple[str, str], x_EBCi: Array, weight_Eio: Array, bias_Eo: Array | None
+) -> Array:
     if shape.quantization == "none":
         weight = weight_Eio.astype(x_EBCi.dtype)
         y_EBCo: Any = jnp.einsum("EBCi,Eio->EBCo", x_EBCi, weight, preferred_element_type=jnp.float32)
     else:  # an example's slots with an expert are its row
 
-        def of_expert(x_BCi: jax.Array, weight_io: jax.Array) -> jax.Array:
+        def of_expert(x_BCi: Array, weight_io: Array) -> Array:
             slots = ("exchanged_batch", None, None)
             return project_array(x_BCi, weight_io, axes, slots, shape.grad_dtype, shape.quantization)
 
@@ -334,10 +334,10 @@ def _experts_matmul(
     return y_EBCo.astype(x_EBCi.dtype)
 
 
-def _inverse_permutation(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
+def _inverse_permutation(slot_Bt: Array, num_slots: int) -> Array:
     """Number of the choice in each slot, [B, S]; the count of choices for an empty slot."""
 
-    def of_example(slot_t: jax.Array) -> jax.Array:
+    def of_example(slot_t: Array) -> Array:
         num_choices = len(slot_t)
         empty = jnp.full(num_slots, num_choices, jnp.int32)
         return empty.at[slot_t].set(jnp.arange(num_choices, dtype=jnp.int32), mode="drop")
@@ -346,27 +346,27 @@ def _inverse_permutation(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def _into_slots(x_BTD: jax.Array, slot_BTJ: jax.Array, choice_BS: jax.Array) -> jax.Array:
+def _into_slots(x_BTD: Array, slot_BTJ: Array, choice_BS: Array) -> Array:
     """The token in each slot, [B, S, D], zeros for an empty slot; both directions are look-ups, in a fixed order."""
     return _looked_up(x_BTD, choice_BS // slot_BTJ.shape[-1])
 
 
 @jax.custom_vjp
-def _out_of_slots(y_BSD: jax.Array, slot_BTJ: jax.Array, choice_BS: jax.Array) -> jax.Array:
+def _out_of_slots(y_BSD: Array, slot_BTJ: Array, choice_BS: Array) -> Array:
     """The slot of each choice, [B, T, J, D]; zeros for a choice without one."""
     del choice_BS
     return _looked_up(y_BSD, slot_BTJ)
 
 
-def _looked_up(table_BSD: jax.Array, number: jax.Array) -> jax.Array:
+def _looked_up(table_BSD: Array, number: Array) -> Array:
     return jax.vmap(functools.partial(jnp.take, axis=0, mode="fill", fill_value=0))(table_BSD, number)
 
 
-def _into_slots_backward(slots: tuple[jax.Array, ...], g_BSD: jax.Array) -> tuple[jax.Array, None, None]:
+def _into_slots_backward(slots: tuple[Array, ...], g_BSD: Array) -> tuple[Array, None, None]:
     return jnp.sum(_out_of_slots(g_BSD, *slots).astype(jnp.float32), axis=2).astype(g_BSD.dtype), None, None
 
 
-def _out_of_slots_backward(slots: tuple[jax.Array, ...], g_BTJD: jax.Array) -> tuple[jax.Array, None, None]:
+def _out_of_slots_backward(slots: tuple[Array, ...], g_BTJD: Array) -> tuple[Array, None, None]:
     choice_BS = slots[1]
     return _looked_up(g_BTJD.reshape(g_BTJD.shape[0], -1, g_BTJD.shape[-1]), choice_BS), None, None
 
@@ -385,20 +385,20 @@ class GatheredRows(NamedTuple):
       size_E: rows of each of this device's experts.
     """
 
-    choice_U: jax.Array
-    row_NJ: jax.Array
-    is_here_NJ: jax.Array
-    size_E: jax.Array
+    choice_U: Array
+    row_NJ: Array
+    is_here_NJ: Array
+    size_E: Array
 
-    def of_tokens(self, x_BTD: jax.Array) -> jax.Array:
+    def of_tokens(self, x_BTD: Array) -> Array:
         """The token of each row, [U, D]."""
         return _all_tokens(x_BTD)[self.choice_U // self.row_NJ.shape[1]]
 
-    def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
+    def of_choices(self, share_BTJ: Array) -> Array:
         """The value for each row's choice, [U]."""
         return _all_tokens(share_BTJ).reshape(-1)[self.choice_U]
 
-    def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
+    def sum_of_choices(self, y_UD: Array, share_BTJ: Array | None, x_BTD: Array) -> Array:
         """For each of this device's tokens x, the sum over its choices of share x row: [B, T, D] in float32.
 
         Args:
@@ -407,43 +407,42 @@ class GatheredRows(NamedTuple):
         share_NJ = None if share_BTJ is None else _all_tokens(share_BTJ)
         return _sent_back(_sum_of_choices(y_UD, self.row_NJ, self.is_here_NJ, share_NJ), x_BTD)
 
-    def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
+    def to_choices(self, d_U: Array, like_BTJ: Array) -> Array:
         """The rows' values for this device's choices, [B, T, J]."""
         return _sent_back(jnp.where(self.is_here_NJ, d_U[self.row_NJ], 0), like_BTJ)
 
 
-def gather_rows(expert_BTJ: jax.Array, num_here: int) -> GatheredRows:
+def gather_rows(expert_BTJ: Array, num_here: int) -> GatheredRows:
     """Sorts choices by expert. A token has at most min(J, E) choices here, and there are rows for all of them."""
     expert_NJ = _all_tokens(expert_BTJ)
     num_tokens, num_choices = expert_NJ.shape
     own_NJ = expert_NJ - num_here * shard_index("experts")
     is_here_NJ = (own_NJ >= 0) & (own_NJ < num_here)
     own = jnp.where(is_here_NJ, own_NJ, num_here).reshape(-1)
-    choice, size_E = jnp.argsort(own, stable=True), _sizes(own, num_here)
+    choice = jnp.argsort(own, stable=True)
+    size_E = _sizes(own, num_here)
     num_rows = num_tokens * min(num_choices, num_here)
     row_NJ = jnp.minimum(_inverse(choice), num_rows - 1).reshape(expert_NJ.shape)
     return GatheredRows(choice[:num_rows], row_NJ, is_here_NJ, size_E)
 
 
-def _all_tokens(x_BTD: jax.Array) -> jax.Array:
+def _all_tokens(x_BTD: Array) -> Array:
     """The tokens of all devices along the experts' axis, [N, D]."""
     return gathered(x_BTD, "experts", 0).reshape(-1, x_BTD.shape[-1])
 
 
-def _own_tokens(x_BTD: jax.Array) -> jax.Array:
+def _own_tokens(x_BTD: Array) -> Array:
     return x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
-def _sum_of_choices(
-    y_UD: jax.Array, row_NJ: jax.Array, is_there_NJ: jax.Array, share_NJ: jax.Array | None
-) -> jax.Array:
+def _sum_of_choices(y_UD: Array, row_NJ: Array, is_there_NJ: Array, share_NJ: Array | None) -> Array:
     """For each token, the sum over its choices of share x row, added one by one: [N, D] in float32.
 
     TPUs read the choices several times more slowly for a sum over their dim.
     """
     y_JND = y_UD[row_NJ.T]
 
-    def part(choice: int) -> jax.Array:
+    def part(choice: int) -> Array:
         y_ND = jnp.where(is_there_NJ[:, choice, None], y_JND[choice], 0).astype(jnp.float32)
         return y_ND if share_NJ is None else share_NJ[:, choice, None] * y_ND
 
@@ -451,16 +450,16 @@ def _sum_of_choices(
     return functools.reduce(lambda total_ND, y_ND: y_ND + total_ND, map(part, range(len(y_JND))))
 
 
-def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
+def _sent_back(x_ND: Array, like_BTD: Array) -> Array:
     """The sums over the devices along the axis, each on its token's device."""
     return scattered_sum(x_ND.reshape(-1, *like_BTD.shape[1:]), "experts", 0)
 
 
-def _sizes(expert: jax.Array, num_experts: int) -> jax.Array:
+def _sizes(expert: Array, num_experts: int) -> Array:
     return jnp.sum(expert.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
 
-def _inverse(order: jax.Array) -> jax.Array:
+def _inverse(order: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
 
 
@@ -475,21 +474,21 @@ class ExchangedRows(NamedTuple):
       size_E: rows of each expert.
     """
 
-    choice_S: jax.Array
-    slot_NJ: jax.Array
-    is_sent_NJ: jax.Array
-    from_U: jax.Array
-    size_E: jax.Array
+    choice_S: Array
+    slot_NJ: Array
+    is_sent_NJ: Array
+    from_U: Array
+    size_E: Array
 
-    def of_tokens(self, x_BTD: jax.Array) -> jax.Array:
+    def of_tokens(self, x_BTD: Array) -> Array:
         """The token of each row, [U, D]."""
         return exchanged(_own_tokens(x_BTD)[self.choice_S // self.slot_NJ.shape[1]], "experts")[self.from_U]
 
-    def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
+    def of_choices(self, share_BTJ: Array) -> Array:
         """The value for each row's choice, [U]."""
         return exchanged(share_BTJ.reshape(-1)[self.choice_S], "experts")[self.from_U]
 
-    def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
+    def sum_of_choices(self, y_UD: Array, share_BTJ: Array | None, x_BTD: Array) -> Array:
         """For each of this device's tokens x, the sum over its choices of share x row: [B, T, D] in float32.
 
         Rows return in the dtype of x_BTD.
@@ -501,7 +500,7 @@ class ExchangedRows(NamedTuple):
         share_NJ = None if share_BTJ is None else _own_tokens(share_BTJ)
         return _sum_of_choices(y_SD, self.slot_NJ, self.is_sent_NJ, share_NJ).reshape(x_BTD.shape)
 
-    def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
+    def to_choices(self, d_U: Array, like_BTJ: Array) -> Array:
         """The rows' values for this device's choices, [B, T, J]."""
         d_S = exchanged(d_U[_inverse(self.from_U)], "experts")
         return jnp.where(self.is_sent_NJ, d_S[self.slot_NJ], 0).reshape(like_BTJ.shape)
@@ -520,25 +519,25 @@ class Queues(NamedTuple):
       device_NJ: the device of the chosen expert; n for padding.
     """
 
-    expert_NJ: jax.Array
+    expert_NJ: Array
     num_here: int
     num_rows: int
-    choice: jax.Array
-    start_n: jax.Array
-    count_n: jax.Array
-    place_NJ: jax.Array
-    device_NJ: jax.Array
+    choice: Array
+    start_n: Array
+    count_n: Array
+    place_NJ: Array
+    device_NJ: Array
 
     @property
     def may_need_more_rounds(self) -> bool:
         """Whether there can be more choices than the rows of one round."""
         return self.expert_NJ.shape[0] * min(self.expert_NJ.shape[1], self.num_here) > self.num_rows
 
-    def num_rounds(self) -> jax.Array:
+    def num_rounds(self) -> Array:
         """Rounds after which the queues of all devices along the axis are empty."""
         return largest(jnp.max(-(-self.count_n // self.num_rows)), "experts")
 
-    def round(self, number: jax.Array | int) -> ExchangedRows:
+    def round(self, number: Array | int) -> ExchangedRows:
         """A round of the exchange, by its number: the next `num_rows` choices of each queue."""
         num_rows = self.num_rows
         num_devices = len(self.count_n)
@@ -556,7 +555,7 @@ class Queues(NamedTuple):
         )
 
 
-def _queue_up(shape: ExpertShape, expert_BTJ: jax.Array, num_here: int, dtype: DTypeLike) -> Queues | None:
+def _queue_up(shape: ExpertShape, expert_BTJ: Array, num_here: int, dtype: DTypeLike) -> Queues | None:
     """The queues of this device's choices for the devices along the experts' axis; None if all tokens are gathered.
 
     Args:
@@ -606,13 +605,13 @@ class GroupedKernel(NamedTuple):
       over_rows: (x_Ui, g_Uo, size_E) -> each group's x^T g, [E, i, o]; rows after the last group are not counted.
     """
 
-    by_rows: Callable[..., jax.Array]
-    by_rows_transposed: Callable[..., jax.Array]
-    over_rows: Callable[..., jax.Array]
+    by_rows: Callable[..., Array]
+    by_rows_transposed: Callable[..., Array]
+    over_rows: Callable[..., Array]
 
 
-def _ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
-    def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+def _ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., Array]:
+    def function(left: Array, right: Array, size_E: Array) -> Array:
         totals = dtype_of_totals(left.dtype)
         return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=totals)
 
@@ -626,10 +625,10 @@ RAGGED_DOT = GroupedKernel(_ragged(BY_ROWS), _ragged(BY_ROWS_TRANSPOSED), _ragge
 class _Block(NamedTuple):
     """The next rows of one group, from `first` to `end`, within the block of rows that begins at `start`."""
 
-    group: jax.Array
-    first: jax.Array
-    end: jax.Array
-    start: jax.Array
+    group: Array
+    first: Array
+    end: Array
+    start: Array
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
@@ -641,12 +640,13 @@ def block_rows(num_rows: int, num_groups: int) -> int:
     return min(max(128, min(even, 512)), num_rows)
 
 
-def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.Array, Callable[[jax.Array], _Block]]:
+def _blocks(size_E: Array, num_rows: int, rows_of_block: int) -> tuple[Array, Callable[[Array], _Block]]:
     """The number of blocks that cover all groups, each in one group, and a function from a number to its block."""
     blocks_E = -(-size_E // rows_of_block)
-    end_block_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
+    end_block_E = jnp.cumsum(blocks_E)
+    end_row_E = jnp.cumsum(size_E)
 
-    def of(number: jax.Array) -> _Block:
+    def of(number: Array) -> _Block:
         group = jnp.searchsorted(end_block_E, number, side="right")
         end = end_row_E[group]
         first = end - size_E[group] + rows_of_block * (number - end_block_E[group] + blocks_E[group])
@@ -656,16 +656,14 @@ def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.A
     return end_block_E[-1], of
 
 
-def _rows_in_blocks(
-    equation: str, x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, rows_of_block: int
-) -> jax.Array:
+def _rows_in_blocks(equation: str, x_Ui: Array, weight_Eio: Array, size_E: Array, rows_of_block: int) -> Array:
     num_rows = len(x_Ui)
     totals = dtype_of_totals(x_Ui.dtype)
     count, block = _blocks(size_E, num_rows, rows_of_block)
     times = functools.partial(jnp.einsum, equation, preferred_element_type=totals)
     width = jax.eval_shape(times, x_Ui, weight_Eio[0]).shape[1]
 
-    def step(number: jax.Array, y_Uo: jax.Array) -> jax.Array:
+    def step(number: Array, y_Uo: Array) -> Array:
         at = block(number)
         x = jax.lax.dynamic_slice_in_dim(x_Ui, at.start, rows_of_block)
         y = times(x, weight_Eio[at.group])
@@ -677,10 +675,10 @@ def _rows_in_blocks(
     return jax.lax.fori_loop(0, count, step, jnp.zeros((num_rows, width), totals))
 
 
-def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_of_block: int) -> jax.Array:
+def _sum_over_blocks(x_Ui: Array, g_Uo: Array, size_E: Array, rows_of_block: int) -> Array:
     count, block = _blocks(size_E, len(x_Ui), rows_of_block)
 
-    def step(number: jax.Array, sum_Eio: jax.Array) -> jax.Array:
+    def step(number: Array, sum_Eio: Array) -> Array:
         at = block(number)
         row = at.start + jnp.arange(rows_of_block)
         is_own = ((row >= at.first) & (row < at.end))[:, None]
@@ -701,7 +699,7 @@ def in_blocks(rows_of_block: int | None = None) -> GroupedKernel:
       rows_of_block: None: `block_rows`.
     """
 
-    def rows(left: jax.Array, size_E: jax.Array) -> int:
+    def rows(left: Array, size_E: Array) -> int:
         return rows_of_block or block_rows(len(left), len(size_E))
 
     return GroupedKernel(
@@ -711,7 +709,7 @@ def in_blocks(rows_of_block: int | None = None) -> GroupedKernel:
     )
 
 
-def _folded(size_RE: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+def _folded(size_RE: Array, num_rows: int) -> tuple[Array, Array]:
     """The permutation of the R*U rows that puts all groups one after another, and its inverse: [R * U] each.
 
     Rows after a set's last group go to the very end.
@@ -730,7 +728,7 @@ def _folded(size_RE: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     return to, jnp.zeros_like(to).at[to].set(jnp.arange(num_sets * num_rows))
 
 
-def _mappable(function: Callable[..., jax.Array], rows_out: bool) -> Callable[..., jax.Array]:
+def _mappable(function: Callable[..., Array], rows_out: bool) -> Callable[..., Array]:
     """`function(left, right, size_E)` with a rule for vmap, whose sets of rows become more groups of one call.
 
     Args:
@@ -739,7 +737,7 @@ def _mappable(function: Callable[..., jax.Array], rows_out: bool) -> Callable[..
     folded = custom_vmap(function)
 
     @folded.def_vmap
-    def rule(num_sets: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+    def rule(num_sets: int, is_mapped: list[bool], *operands: Array) -> tuple[Array, bool]:
         whole = [
             x if mapped else jnp.broadcast_to(x, (num_sets, *x.shape))
             for x, mapped in zip(operands, is_mapped, strict=True)
@@ -764,7 +762,7 @@ def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> G
     plain = {"ragged_dot": RAGGED_DOT, "blocks": in_blocks()}
     kernel = plain.get(name) or load("grouped_matmul", name)(layout, dtype)
 
-    def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def rounded(function: Callable[..., Array]) -> Callable[..., Array]:
         return lambda *operands: function(*operands).astype(dtype)
 
     return GroupedKernel(
@@ -813,9 +811,9 @@ class _ExpertRows(NamedTuple):
 
     shape: ExpertShape
     w: ExpertWeights
-    size_E: jax.Array
+    size_E: Array
 
-    def project(self, x_UD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def project(self, x_UD: Array) -> tuple[Array, Array]:
         """The two projections of each row, in the dtype of x_UD."""
         w = self.w
         if w.gate_EF is None or w.up_EF is None:
@@ -829,7 +827,7 @@ class _ExpertRows(NamedTuple):
             up_UF += w.up_EF[expert_U]
         return gate_UF.astype(x_UD.dtype), up_UF.astype(x_UD.dtype)
 
-    def output(self, gate_UF: jax.Array, up_UF: jax.Array) -> jax.Array:
+    def output(self, gate_UF: Array, up_UF: Array) -> Array:
         """Each row's output from its two projections, [U, D] in float32."""
         hidden_UF: Any = mlp_hidden(self.shape.activation, gate_UF, up_UF)
         y_UD = self._times(hidden_UF, self.w.down_EFD, _OUTWARDS)
@@ -837,13 +835,13 @@ class _ExpertRows(NamedTuple):
 
     def gradients(
         self,
-        x_UD: jax.Array,
-        gate_UF: jax.Array,
-        up_UF: jax.Array,
-        share_U: jax.Array,
-        g_UD: jax.Array,
+        x_UD: Array,
+        gate_UF: Array,
+        up_UF: Array,
+        share_U: Array,
+        g_UD: Array,
         weight_dtype: DTypeLike,
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    ) -> tuple[Array, Array, list[Array]]:
         """The gradients of x and share, float32, and of the weights, given g_UD, those of share x `output`.
 
         Args:
@@ -876,10 +874,10 @@ class _ExpertRows(NamedTuple):
             dweights += [over_rows(one_U1, d, self.size_E)[:, 0] for d in (dgate_UF, dup_UF, dy_UD)]
         return dx_UD, dshare_U, dweights
 
-    def _times(self, x_Ui: jax.Array, weight: Any, axes: tuple[str, str], dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def _times(self, x_Ui: Array, weight: Any, axes: tuple[str, str], dtype: DTypeLike = jnp.float32) -> Array:
         """Each row times its expert's weight: [U, o] in `dtype`, or in float32 with eight bits."""
 
-        def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> jax.Array:
+        def matmul(x_Ui: Array, weight_Eio: Array) -> Array:
             kernel = grouped_kernel(self.shape.matmul, x_Ui.dtype, _LAYOUTS[axes], dtype)
             return kernel.by_rows(x_Ui, weight_Eio, self.size_E)
 
@@ -888,10 +886,10 @@ class _ExpertRows(NamedTuple):
             return matmul(x_Ui, weight)
         return numbers.rows_times(x_Ui, weight, self._expert_of_rows(len(x_Ui)), matmul, axes_in_use(axes)[0])
 
-    def _times_transposed(self, g_Uo: jax.Array, weight: Any, axes: tuple[str, str]) -> jax.Array:
+    def _times_transposed(self, g_Uo: Array, weight: Any, axes: tuple[str, str]) -> Array:
         """Each row times its expert's transposed weight: [U, i] in float32."""
 
-        def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> jax.Array:
+        def matmul(g_Uo: Array, weight_Eio: Array) -> Array:
             kernel = grouped_kernel(self.shape.matmul, g_Uo.dtype, _LAYOUTS[axes])
             return kernel.by_rows_transposed(g_Uo, weight_Eio, self.size_E)
 
@@ -901,12 +899,12 @@ class _ExpertRows(NamedTuple):
         expert_U = self._expert_of_rows(len(g_Uo))
         return numbers.rows_times_transposed(g_Uo, weight, expert_U, matmul, axes_in_use(axes)[1])
 
-    def _expert_of_rows(self, num_rows: int) -> jax.Array:
+    def _expert_of_rows(self, num_rows: int) -> Array:
         """Number of each row's expert among this device's; the last one for rows without an expert."""
         end_E = jnp.cumsum(self.size_E)
         return jnp.minimum(jnp.searchsorted(end_E, jnp.arange(num_rows), side="right"), len(end_E) - 1)
 
-    def _out_bias(self, num_rows: int) -> jax.Array:
+    def _out_bias(self, num_rows: int) -> Array:
         """The bias of each row's output, [U, D]; zero on all but one of the devices whose outputs are summed."""
         assert self.w.down_ED is not None
         bias_UD = self.w.down_ED.astype(jnp.float32)[self._expert_of_rows(num_rows)]
@@ -920,7 +918,7 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     """This device's experts, gathered along `expert_embed`, with matrices in the form that `_times` takes."""
     numbers = number_format(shape.quantization)
 
-    def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
+    def whole(weight: Array, axes: tuple[str, ...]) -> Any:
         if "expert_embed" not in axes:
             return weight
         if numbers:
@@ -930,7 +928,7 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 
 
-def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+def _weight_sum(dw: Array, axes: tuple[str, ...], dtype: DTypeLike) -> Array:
     """The sum over devices with other tokens, on the device with this part of the weight."""
     if "expert_embed" not in axes:
         return summed(dw, "expert_embed")
@@ -939,13 +937,13 @@ def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.A
 
 
 def _local_forward(
-    shape: ExpertShape, x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
-) -> tuple[jax.Array, ...]:
+    shape: ExpertShape, x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, *weights: Array
+) -> tuple[Array, ...]:
     """The tokens' outputs, and the first round's rows with the values that the backward pass needs again."""
     w = _whole_weights(ExpertWeights(*weights), shape)
     share = None if shape.on_input else share_BTJ
 
-    def run(rows: GatheredRows | ExchangedRows) -> tuple[jax.Array, ...]:
+    def run(rows: GatheredRows | ExchangedRows) -> tuple[Array, ...]:
         x_UD = rows.of_tokens(x_BTD)
         experts = _ExpertRows(shape, w, rows.size_E)
         inner = experts.project(_given(shape, x_UD, rows, share_BTJ))
@@ -959,7 +957,7 @@ def _local_forward(
     return summed(y_BTD, "mlp").astype(x_BTD.dtype), *rows, *kept
 
 
-def _given(shape: ExpertShape, x_UD: jax.Array, rows: GatheredRows | ExchangedRows, share_BTJ: jax.Array) -> jax.Array:
+def _given(shape: ExpertShape, x_UD: Array, rows: GatheredRows | ExchangedRows, share_BTJ: Array) -> Array:
     """The experts' inputs: rows' tokens, multiplied by their shares if these belong to the input."""
     if not shape.on_input:
         return x_UD
@@ -977,12 +975,12 @@ def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], A
 
 def _local_backward(
     shape: ExpertShape,
-    x_BTD: jax.Array,
-    expert_BTJ: jax.Array,
-    share_BTJ: jax.Array,
-    g_BTD: jax.Array,
-    *rest: jax.Array,
-) -> tuple[jax.Array, ...]:
+    x_BTD: Array,
+    expert_BTJ: Array,
+    share_BTJ: Array,
+    g_BTD: Array,
+    *rest: Array,
+) -> tuple[Array, ...]:
     num_weights = 6 if shape.with_bias else 3
     weights = ExpertWeights(*rest[:num_weights])
     *rows, x_UD, gate_UF, up_UF = rest[num_weights:]
@@ -992,9 +990,7 @@ def _local_backward(
     is_whole = queues is None or not queues.may_need_more_rounds
     weight_dtype = shape.grad_dtype if is_whole and num_shards("expert_embed") > 1 else jnp.float32
 
-    def run(
-        rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array
-    ) -> list[jax.Array]:
+    def run(rows: GatheredRows | ExchangedRows, x_UD: Array, gate_UF: Array, up_UF: Array) -> list[Array]:
         g_UD = rows.of_tokens(g_BTD)
         share_U = rows.of_choices(share_BTJ)
         experts = _ExpertRows(shape, w, rows.size_E)
@@ -1006,7 +1002,7 @@ def _local_backward(
             dx_UD = share_U[:, None] * dx_UD
         return [rows.sum_of_choices(dx_UD, None, x_BTD), rows.to_choices(dshare_U, share_BTJ), *dweights]
 
-    def next_round(rows: ExchangedRows, sums: list[jax.Array]) -> list[jax.Array]:
+    def next_round(rows: ExchangedRows, sums: list[Array]) -> list[Array]:
         x_UD = rows.of_tokens(x_BTD)
         inner = _ExpertRows(shape, w, rows.size_E).project(_given(shape, x_UD, rows, share_BTJ))
         return jax.tree.map(jnp.add, sums, run(rows, x_UD, *inner))
@@ -1027,7 +1023,7 @@ _FLAT, _PER_TOKEN = ("routed_rows",), ("routed_rows", None)
 _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
-def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> list[tuple[str | None, ...]]:
+def _kept_axes(expert_BTJ: Array, shape: ExpertShape, dtype: DTypeLike) -> list[tuple[str | None, ...]]:
     """Logical axes of `GatheredRows` or `ExchangedRows`, of the rows' tokens and of the two inner results."""
     num_shards_of_tokens = num_shards("batch") * num_shards("length")
     is_gathered = _rows_of_round(expert_BTJ.size // num_shards_of_tokens, shape, dtype) is None
@@ -1037,12 +1033,12 @@ def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> l
     return [*rows, _PER_TOKEN, _INNER_AXES, _INNER_AXES]
 
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, ExpertWeights, list[jax.Array]]
+_Residuals = tuple[Array, Array, Array, ExpertWeights, list[Array]]
 
 
 def _forward(
-    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
-) -> tuple[jax.Array, _Residuals]:
+    x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, weights: ExpertWeights, shape: ExpertShape
+) -> tuple[Array, _Residuals]:
     axes = _kept_axes(expert_BTJ, shape, x_BTD.dtype)
     local = functools.partial(_local_forward, shape)
     run = over_shards(local, [TOKEN_AXES] * 3 + weights.axes(), [TOKEN_AXES, *axes])
@@ -1052,9 +1048,7 @@ def _forward(
     return y_BTD, (x_BTD, expert_BTJ, share_BTJ, weights, kept)
 
 
-def _backward(
-    shape: ExpertShape, residuals: _Residuals, g_BTD: jax.Array
-) -> tuple[jax.Array, None, jax.Array, ExpertWeights]:
+def _backward(shape: ExpertShape, residuals: _Residuals, g_BTD: Array) -> tuple[Array, None, Array, ExpertWeights]:
     x_BTD, expert_BTJ, share_BTJ, weights, kept = residuals
     run = over_shards(
         functools.partial(_local_backward, shape),
@@ -1066,9 +1060,7 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def dropless(
-    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
-) -> jax.Array:
+def dropless(x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, weights: ExpertWeights, shape: ExpertShape) -> Array:
     """Sum over each token's experts of share x mlp(x), or of mlp(share x), [B, T, D] in the dtype of x_BTD.
 
     No choice is ever dropped.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -51,7 +52,7 @@ all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""
 
-Attend = Callable[[jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
+Attend = Callable[[Array, Array, Any, Array | None], tuple[Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
 
 
@@ -74,7 +75,7 @@ def _parameter(weight: Weight, shape: DecoderShape, rngs: nnx.Rngs | None) -> nn
     return nnx.Param(values, axes=weight.axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
 
 
-def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def _plus(y: Array, bias: nnx.Param | None) -> Array:
     return y if bias is None else (y.astype(jnp.float32) + bias[...].astype(jnp.float32)).astype(y.dtype)
 
 
@@ -90,10 +91,12 @@ class Norm(nnx.Module):
     bias: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, table: WeightTable, num_dims: int = 1):
-        self.kind, self.epsilon, self.num_dims = shape.norm, shape.norm_epsilon, num_dims
+        self.kind = shape.norm
+        self.epsilon = shape.norm_epsilon
+        self.num_dims = num_dims
         declare(self, table, shape)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """The normed vectors, in the shape and dtype of x."""
         scale = None if self.scale is None else self.scale[...]
         if scale is not None and self.kind.endswith("_plus_one"):
@@ -109,21 +112,21 @@ class Norm(nnx.Module):
             y = (y * scale.astype(jnp.float32)).astype(x.dtype)
         return y.reshape(x.shape)
 
-    def _norm(self, x: jax.Array, scale: jax.Array) -> Any:
+    def _norm(self, x: Array, scale: Array) -> Any:
         if not self.kind.startswith("layer_norm"):
             return rms_norm(x, scale, self.epsilon)
         bias = jnp.zeros(x.shape[-1], jnp.float32) if self.bias is None else self.bias[...].reshape(-1)
         return layer_norm(x, scale, bias, self.epsilon)
 
 
-def projections(x_BTD: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
+def projections(x_BTD: Array, *weights: nnx.Param) -> list[Array]:
     """`project` of the residual stream by several weights: its tokens are gathered over `tensor` once for all of them.
 
     Left to it, XLA gathers the tokens for each weight by itself on GPUs. Kept for the backward pass are the tokens of a
     device's own shard, which are gathered once more there.
     """
 
-    def of_all_tokens(x_BTD: jax.Array) -> list[jax.Array]:
+    def of_all_tokens(x_BTD: Array) -> list[Array]:
         x_BTD = all_gather_for_compute(x_BTD, ("batch", "length", "activation_embed"), RESIDUAL_AXES)
         return [project(x_BTD, weight) for weight in weights]
 
@@ -160,7 +163,7 @@ class Attention(nnx.Module):
         self.norms_after_rotation = shape.qk_norm == "head_after_rope"
         self.l2_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
         query, key, value = projections(x_BTD, self.query, self.key, self.value)
         q_BTNH: Any = _heads(query, self.query_bias, "query_proj")
@@ -188,18 +191,18 @@ class Attention(nnx.Module):
         return attention_output(context_BTNH, self.out, self.out_bias), kept
 
 
-def _heads(projected_BTNH: jax.Array, bias: nnx.Param | None, name: str) -> jax.Array:
+def _heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
     return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
 
 
-def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+def attention_output(context_BTNH: Array, out: nnx.Param, bias: nnx.Param | None = None) -> Array:
     """Attention's output, [B, T, D]."""
     context_BTNH = constrain(context_BTNH, HEADS_AXES)  # its gradient too, which could be split by tokens instead
     y_BTD = constrain(project(context_BTNH, out), RESIDUAL_AXES)
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
 
-def query_factor(shape: DecoderShape, kind: str, position_BT: jax.Array, number: jax.Array | None) -> jax.Array | None:
+def query_factor(shape: DecoderShape, kind: str, position_BT: Array, number: Array | None) -> Array | None:
     """The factor of a layer's queries, [B, T], float32; None: there is none.
 
     Args:
@@ -220,10 +223,10 @@ def query_factor(shape: DecoderShape, kind: str, position_BT: jax.Array, number:
     return factor_BT
 
 
-def scaled_queries(attend: Attend, factor_BT: jax.Array) -> Attend:
+def scaled_queries(attend: Attend, factor_BT: Array) -> Attend:
     """`attend` with each query multiplied by its factor."""
 
-    def attend_scaled(q_BTNH: jax.Array, k: jax.Array, v: Any, sink: jax.Array | None) -> tuple[jax.Array, Any]:
+    def attend_scaled(q_BTNH: Array, k: Array, v: Any, sink: Array | None) -> tuple[Array, Any]:
         q_BTNH = (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
         return attend(q_BTNH, k, v, sink)
 
@@ -246,7 +249,7 @@ class Mlp(nnx.Module):
         self.activation: Activation = shape.activation
         declare(self, mlp_weights(shape, width), shape, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: Array) -> Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
         weights = [self.up] if self.gate is None else [self.up, self.gate]
         up_BTF, *gate = projections(x_BTD, *weights)
@@ -274,7 +277,7 @@ class Embedding(nnx.Module):
         self.multiplier = shape.embedding_multiplier
         declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
 
-    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def __call__(self, token_BT: Array, position_BT: Array, dtype: DTypeLike) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
         if self.factor != 1:  # in `dtype`, as Gemma was trained
@@ -288,7 +291,7 @@ class Embedding(nnx.Module):
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
-    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def _rows(self, table: nnx.Param, index_BT: Array, dtype: DTypeLike) -> Array:
         """Entries of a table [.., D], in `dtype`.
 
         Each device looks up all tokens of its replica in its part of `embed`. Tokens then cross the mesh, not the table
@@ -305,15 +308,15 @@ class Embedding(nnx.Module):
 class BiasedHead(NamedTuple):
     """An output projection and the bias added to its logits."""
 
-    projection_DV: jax.Array
-    bias_V: jax.Array
+    projection_DV: Array
+    bias_V: Array
 
 
-OutputHead = jax.Array | BiasedHead
+OutputHead = Array | BiasedHead
 """The map from final hidden states to logits [B, T, V]: a projection [D, V], with or without a bias."""
 
 
-def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+def projected(x_BTD: Array, head: OutputHead) -> Array:
     """The head's logits [B, T, V], float32."""
     head_DV, bias_V = head if isinstance(head, BiasedHead) else (head, None)
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
@@ -355,7 +358,7 @@ class LatentAttention(nnx.Module):
         self.query_down_norm = norm_in(table, "query_down_norm", shape)
         self.kv_down_norm = Norm(shape, part_of(table, "kv_down_norm"))
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
         if self.query is not None:
@@ -408,7 +411,7 @@ class MixtureOfExperts(nnx.Module):
         declare(self, expert_weights(shape), shape, rngs)
         self.shared = Mlp(shape, "S", rngs=rngs) if experts.shared_dim else None
 
-    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTD: Array, real_BT: Array, *, drop: bool) -> tuple[Array, dict[str, Array]]:
         """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
 
         Args:
@@ -436,7 +439,7 @@ class MixtureOfExperts(nnx.Module):
         return y_BTD + shared_BTD, aux
 
 
-def _array(param: nnx.Param | None) -> jax.Array | None:
+def _array(param: nnx.Param | None) -> Array | None:
     return None if param is None else param[...]
 
 
@@ -449,8 +452,8 @@ class Block(Protocol):
     """
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+    ) -> tuple[Array, Any, dict[str, Array]]:
         """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
 
         Args:
@@ -473,7 +476,7 @@ class Mixer(Protocol):
     Made as `Mixer(shape, rngs=rngs)`, with the parameters of the Layer's weights (`declare`).
     """
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, memory: Memory) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, memory: Memory) -> tuple[Array, Any]:
         """The output [B, T, D], in the dtype of x_BTD, and `memory.kept(state)` with the state after these tokens.
 
         Documents never mix: a token depends on earlier ones of its document alone.
@@ -508,8 +511,8 @@ class DecoderLayer(nnx.Module):
         self.multiplier = shape.residual_multiplier
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+    ) -> tuple[Array, Any, dict[str, Array]]:
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
         Args:
@@ -528,12 +531,12 @@ class DecoderLayer(nnx.Module):
             mlp_BTD = self.mlp(normed_BTD)
         return self._plus(y_BTD, _normed(self.mlp_post_norm, mlp_BTD)), kept, aux
 
-    def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    def _plus(self, x_BTD: Array, y_BTD: Array) -> Array:
         """The stream plus a block's output."""
         if self.multiplier != 1:  # it may have no exact bfloat16
             y_BTD = (y_BTD.astype(jnp.float32) * self.multiplier).astype(y_BTD.dtype)
         return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
 
-def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+def _normed(norm: Norm | None, x_BTD: Array) -> Array:
     return x_BTD if norm is None else norm(x_BTD)
