@@ -124,9 +124,13 @@ def environment(devices: int | None = None) -> dict[str, str]:
 
 
 def launched(
-    command: Sequence[str], *, processes: int, devices: int
+    command: Sequence[str], *options: str, processes: int, devices: int
 ) -> tuple[list[str], dict[str, str]]:
-    """A command that runs as several processes with several devices each, and its environment."""
+    """A command that runs as several processes with several devices each, and its environment.
+
+    Args:
+      options: of scripts/launch_local.py.
+    """
     if processes == 1:
         return list(command), environment(devices)
     launcher = [
@@ -139,16 +143,19 @@ def launched(
         *launcher,
         "--devices-per-process",
         str(devices),
+        *options,
         "--",
         *command,
     ], environment()
 
 
 def run_launched(
-    command: Sequence[str], *, processes: int, devices: int
+    command: Sequence[str], *options: str, processes: int, devices: int
 ) -> subprocess.CompletedProcess[str]:
     """How a command ended as several processes with several devices each, and what they said."""
-    command, variables = launched(command, processes=processes, devices=devices)
+    command, variables = launched(
+        command, *options, processes=processes, devices=devices
+    )
     return subprocess.run(
         command,
         env=variables,

@@ -4,15 +4,18 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+
+import jinja2
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
 from maxtext_lite.data.text_encoder import Turn
 from maxtext_lite.data.tokenizer import CONFIG_FILE, TokenizerKeys, special_tokens
+from maxtext_lite.hf.template import MARKS, ChatEnvironment, UnstatedToken
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
@@ -24,6 +27,9 @@ _THINKING = re.compile(
 THINKING_DELIMITERS = re.compile(r"</?\w*:?think\w*>|\[/?THINK\]")
 """What an answer writes around its thinking, also where these are special tokens."""
 _UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
+
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -46,34 +52,30 @@ class ChatTemplate:
     def __init__(
         self, directory: Path | None, *, file: Path | None = None, today: datetime.datetime | None = None
     ) -> None:
-        import jinja2
-
-        from maxtext_lite.hf.template import ChatEnvironment, Unstated
-
         self._file, source = _source(directory) if file is None else (file, _read(file))
-        self._environment = ChatEnvironment(
-            trim_blocks=True, lstrip_blocks=True, undefined=jinja2.Undefined if directory is None else Unstated
-        )
-        self._environment.add_filter("tojson", _to_json)
-        self._environment.globals["raise_exception"] = _refuse
-        self._environment.globals["strftime_now"] = lambda form: (
-            today or datetime.datetime.now().astimezone()
-        ).strftime(form)
+        self._today = today
+        environment = ChatEnvironment()
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = self._strftime_now
         try:
-            self._template = self._environment.compiled(source)
+            self._template = environment.from_string(source)
         except Exception as error:  # jinja's own, and what Python's compiler makes of a program like this
             raise UserError(f"{self._file}: its chat template is invalid ({_reason(error)}).") from error
+        self.has_marks = environment.has_marks
         stated = {} if directory is None else special_tokens(directory)
-        self._special = {
-            name: each.text if isinstance(each.text, str) else jinja2.Undefined(name=name)
-            for name, each in stated.items()
-        }
-        named = {name: each.text for name, each in sorted(stated.items()) if name in source}
+        self._special: dict[str, Any] = {}
+        if directory is not None:
+            self._special = {name: UnstatedToken(name=name) for name in _SPECIAL_TOKENS}
+        for name, token in stated.items():
+            self._special[name] = token.text if isinstance(token.text, str) else jinja2.Undefined(name=name)
+        named = {name: token.text for name, token in sorted(stated.items()) if name in source}
         known_by = f"{source}{json.dumps(named) if named else ''}"
         self.fingerprint = hashlib.sha256(known_by.encode("utf-8", "replace")).hexdigest()
-        self.has_marks = self._environment.has_marks
         self._gives_parts = False
-        self._gives_parts = self._needs_parts()
+        if not self._renders_contents():  # contents may have to be lists of parts, as for images
+            self._gives_parts = True
+            self._gives_parts = self._renders_contents()
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
         """The text of these turns, followed by what precedes an answer if one follows.
@@ -81,67 +83,40 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses the turns, fails on them, or asks for something of absurd size.
         """
-        text = "".join(self._pieces(turns, answer_follows=answer_follows))
+        text = self._render(turns, answer_follows=answer_follows)
         return _without_marks(text)[0] if self.has_marks else text
 
     def render_marked(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of these turns, and the first character and the one after the last of each `{% generation %}`."""
-        return _without_marks("".join(self._pieces(turns, answer_follows=False)))
+        return _without_marks(self._render(turns, answer_follows=False))
 
-    def turn_starts(self, turns: Sequence[Turn]) -> tuple[str, list[int] | None]:
-        """The text of these turns, and for each turn the number of characters rendered before it.
-
-        None in place of the numbers if that prefix need not be the rendering of the earlier turns alone (see `causal`),
-        or if the template leaves out a turn other than the first.
-        """
-        written, starts, pieces = 0, list[int](), list[str]()
-        self._environment.at_turn = lambda: starts.append(written)
-        for piece in self._pieces(turns, answer_follows=False):
-            pieces.append(piece)
-            written += len(piece)
-        self._environment.at_turn = lambda: None
-        left_out = len(turns) - len(starts)
-        known = self._environment.is_causal and left_out in (0, 1)
-        return "".join(pieces), [0] * left_out + starts if known else None
-
-    def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
+    def _render(self, turns: Sequence[Turn], *, answer_follows: bool) -> str:
         messages: list[dict[str, Any]] = [dict(turn) for turn in turns]
-        from maxtext_lite.hf.template import MARKS
-
-        if self.has_marks and any(mark in turn["content"] for turn in turns for mark in MARKS):
-            raise UserError(
-                f"{self._file}: marks answers, which a content with the noncharacter U+FDD0 or U+FDD1 breaks."
-            )
         if self._gives_parts:
             for message in messages:
                 message["content"] = [{"type": "text", "text": message["content"]}]
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer_follows}
         try:
-            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer_follows}
-            yield from self._template.generate({**self._special, **given})
+            return self._template.render({**self._special, **given})
         except Exception as error:  # a template is a program, and may raise what any program may
             raise UserError(f"{self._file}: its chat template refuses these turns: {_reason(error)}.") from error
 
-    def _needs_parts(self) -> bool:
-        """Whether the template renders contents that are lists of parts, as for images, and no texts."""
-        turns = [{"role": "user", "content": "Ask8t0"}, {"role": "assistant", "content": "Say8t0"}]
-        if self._renders(turns):
-            return False
-        self._gives_parts = True
-        return self._renders(turns)
-
-    def _renders(self, turns: Sequence[Turn]) -> bool:
+    def _renders_contents(self) -> bool:
         """Whether the contents of turns are in their rendering, without the names that parts have."""
+        turns = [{"role": "user", "content": "Ask8t0"}, {"role": "assistant", "content": "Say8t0"}]
         try:
             text = self.render(turns, answer_follows=False)
         except UserError:
             return False
         return all(turn["content"] in text for turn in turns) and not re.search("""['"]type['"]""", text)
 
+    def _strftime_now(self, form: str) -> str:
+        today = self._today or datetime.datetime.now().astimezone()
+        return today.strftime(form)
+
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without the marks of `{% generation %}`, and what they enclosed."""
-    from maxtext_lite.hf.template import MARKS
-
     begin, end = MARKS
     first, *others = text.split(begin)
     pieces, spans, written = [first], list[tuple[int, int]](), len(first)
@@ -175,11 +150,7 @@ def spoken_parts(content: str) -> list[str]:
 
 def _reason(error: Exception) -> str:
     """Why a template failed, in its own or jinja's words; for Python's errors with their type."""
-    from jinja2 import TemplateError
-
-    from maxtext_lite.hf.template import TooLargeError
-
-    text = str(error) if isinstance(error, TemplateError | TooLargeError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
     return value_text(text.rstrip("."))
 
 
@@ -214,31 +185,21 @@ def _read(file: Path) -> str:
 def _source(directory: Path | None) -> tuple[Path, str]:
     """The file of a directory's chat template, and the template."""
     if directory is None:
-        raise UserError(
-            "turns of a conversation need a chat template, and tokenizer_type=byte has none. Set chat_template to a "
-            "file that contains one, or give texts."
-        )
+        raise UserError("turns need a chat template: set chat_template to a file with one, or give texts.")
     if is_there(directory / "chat_template.jinja"):
         return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
-    file = directory / CONFIG_FILE
-    stated = _fields(file).get("chat_template")
-    if not stated:
-        file = directory / "chat_template.json"
-        stated = _fields(file).get("chat_template")
-    if isinstance(stated, list):  # several, by name
-        named = [each for each in stated if isinstance(each, dict) and each.get("name") == "default"]
-        stated = named[0].get("template") if named else None
-    if stated is not None and not isinstance(stated, str):
-        raise UserError(f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default.")
-    if not stated:
-        raise UserError(
-            f"{directory} has no chat template. Give whole texts instead of turns, or a file that contains a template."
-        )
-    return file, stated
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    return read_object(path) if is_there(path) else {}
+    for file in (directory / CONFIG_FILE, directory / "chat_template.json"):
+        stated = read_object(file).get("chat_template") if is_there(file) else None
+        if isinstance(stated, list):  # several, by name
+            named = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+            stated = named.get("default")
+        if isinstance(stated, str) and stated:
+            return file, stated
+        if stated:
+            raise UserError(
+                f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default."
+            )
+    raise UserError(f"{directory} has no chat template: set chat_template to a file with one, or give texts.")
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
@@ -247,6 +208,4 @@ def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = Non
 
 
 def _refuse(message: str) -> NoReturn:
-    import jinja2
-
     raise jinja2.TemplateError(message)

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.keys import ModelConfig
+from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import (
     WITHOUT_EFFECT,
     Fields,
@@ -15,10 +18,6 @@ from maxtext_lite.hf.fields import (
     same_architecture,
     without_experts,
 )
-
-if TYPE_CHECKING:
-    from maxtext_lite.hf.parts import Family
-
 
 FIELD = "quantization_config"
 
@@ -41,12 +40,46 @@ FORMATS: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 """The formats that are read, by quant_method, with the entries of `quantization_config` that each may have."""
 
-_NEAREST = {
-    "mxfp8": "fp8",
-    "nvfp4": "mxfp4",
-}  # of any other compressed-tensors, which stores the results of GPTQ and AWQ too
-_STORED_AS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
-_WEIGHTS = {"type": ("int", "float"), "strategy": ("tensor", "channel", "group", "block")}
+_NEAREST = {"mxfp8": "fp8", "nvfp4": "mxfp4"}  # of any other compressed-tensors, which stores GPTQ and AWQ too
+
+_Block = Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=2, max_length=2)]
+
+
+class _Float8(BaseModel, strict=True):
+    weight_block_size: _Block | None = None
+
+
+class WeightGroup(BaseModel, strict=True):
+    """How compressed-tensors stores the weights of one of its `config_groups`."""
+
+    num_bits: Annotated[int, Field(ge=1, le=8)] = 8
+    type: Literal["int", "float"] | None = None
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    block_structure: _Block | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "WeightGroup":
+        if self.type == "float" and self.num_bits != 8:
+            raise ValueError("type=float is read with num_bits=8")
+        if self.strategy == "block" and self.block_structure is None:
+            raise ValueError("strategy=block needs a block_structure")
+        return self
+
+
+class _Group(BaseModel, strict=True):
+    weights: WeightGroup | None = None
+
+
+class _Sparsity(BaseModel, strict=True):
+    format: Literal["dense"] = "dense"
+
+
+class _CompressedTensors(BaseModel, strict=True):
+    format: Literal["int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"]
+    quantization_status: Literal["compressed"] = "compressed"
+    sparsity_config: _Sparsity = _Sparsity()
+    config_groups: dict[str, _Group]
 
 
 def quantization_of(fields: JsonObject) -> JsonObject:
@@ -54,90 +87,51 @@ def quantization_of(fields: JsonObject) -> JsonObject:
     stated = fields.get(FIELD)
     if not isinstance(stated, dict):
         return {}
-    found = {name: value for name, value in cast("dict[str, Any]", stated).items() if value is not None}
+    found = {name: value for name, value in stated.items() if value is not None}
     if "quant_method" not in found and (found.get("load_in_4bit") or found.get("load_in_8bit")):
         found["quant_method"] = "bitsandbytes"  # which its first versions did not name
     return found
 
 
+def weight_groups(quantization: JsonObject) -> list[WeightGroup]:
+    """The groups of compressed-tensors that have weights; none for other formats."""
+    if quantization["quant_method"] != "compressed-tensors":
+        return []
+    groups = _CompressedTensors.model_validate(quantization).config_groups.values()
+    return [group.weights for group in groups if group.weights is not None]
+
+
 def check_quantization(fields: Fields) -> None:
     """Reads `quantization_config`, and notes its problems."""
-    stated = fields.take(FIELD)
-    if stated is None or stated == {}:
+    stated = fields.take(FIELD, {})
+    if stated == {}:
         return
     found = quantization_of({FIELD: stated})
-    method = found.pop("quant_method", None)
-    if not isinstance(method, str) or method not in FORMATS:
+    method = found.get("quant_method")
+    if method not in list(FORMATS):
+        shown = f"{FIELD}: quant_method" if found else FIELD
         nearest = _NEAREST.get(str(method), "compressed-tensors")
-        said = f"quant_method={value_text(method)}" if found or method else value_text(stated)
-        fields.problems.append(
-            f"{FIELD}: {said} is not a format that is read: it must be {any_of(list(FORMATS))}. Nearest that work: "
-            f"{nearest}, or the model in bfloat16 without {FIELD}."
-        )
+        why = f"is not read: it must be {any_of(list(FORMATS))}. Nearest that work: {nearest}, or bfloat16 weights."
+        fields.refuse(shown, method if found else stated, why)
         return
-    found = {name: value for name, value in found.items() if value is not False and value not in ([], {})}
-    unknown = [name for name in found if name not in FORMATS[method]]
-    if unknown:
-        _refuse(fields, method, unknown[0], found[unknown[0]], "is not known, and could change the weights.")
-    if method == "fp8" and not _is_block(found.get("weight_block_size", [128, 128])):
-        _refuse(fields, method, "weight_block_size", found["weight_block_size"], "is not two integers of at least 1.")
-    if method == "compressed-tensors":
-        _check_groups(fields, found)
-
-
-def _is_block(value: object) -> bool:
-    sizes = cast("list[Any]", value) if isinstance(value, list) else []
-    return len(sizes) == 2 and all(type(size) is int and 1 <= size < 2**31 for size in sizes)
-
-
-def _refuse(fields: Fields, method: str, name: str, value: object, why: str) -> None:
-    fields.problems.append(f"{FIELD} ({method}): {name}={value_text(value)} {why}")
-
-
-def _check_groups(fields: Fields, found: JsonObject) -> None:
-    """Notes the problems of compressed-tensors' groups."""
-    method = "compressed-tensors"
-    stored = found.get("format")
-    if stored not in _STORED_AS:
-        _refuse(fields, method, "format", stored, f"is not read: it must be {any_of(_STORED_AS)}.")
-    if found.get("quantization_status", "compressed") != "compressed":
-        status = found["quantization_status"]
-        _refuse(fields, method, "quantization_status", status, "is not read: it must be compressed.")
-    sparsity: object = found.get("sparsity_config", {"format": "dense"})
-    if not isinstance(sparsity, dict) or cast("JsonObject", sparsity).get("format") != "dense":
-        _refuse(fields, method, "sparsity_config", found["sparsity_config"], "is not read: its format must be dense.")
-    groups = weight_groups(found)
-    if not groups:
-        _refuse(fields, method, "config_groups", found.get("config_groups"), "has no group with weights.")
-    for group in groups:
-        for name, allowed in _WEIGHTS.items():
-            value = group.get(name)
-            if value is not None and value not in allowed:
-                _refuse(fields, method, name, value, f"of weights is not read: it must be {any_of(allowed)}.")
-        bits, least = group.get("num_bits", 8), 8 if group.get("type") == "float" else 1
-        if type(bits) is not int or not least <= bits <= 8:
-            _refuse(fields, method, "num_bits", bits, "of weights is not read.")
-        if group.get("strategy") == "block" and not _is_block(group.get("block_structure")):
-            _refuse(fields, method, "block_structure", group.get("block_structure"), "is not two integers.")
-
-
-def weight_groups(quantization: JsonObject) -> list[JsonObject]:
-    """The `weights` of each of compressed-tensors' `config_groups`."""
-    groups = quantization.get("config_groups")
-    values: list[Any] = list(cast("dict[str, Any]", groups).values()) if isinstance(groups, dict) else []
-    weights = [cast("dict[str, Any]", group).get("weights") for group in values if isinstance(group, dict)]
-    return [cast("dict[str, Any]", each) for each in weights if isinstance(each, dict) and each]
+    where = f"{FIELD} ({method}): "
+    for name, value in found.items():
+        is_off = value is False or value in ([], {})
+        if name not in FORMATS[method] and name != "quant_method" and not is_off:
+            fields.refuse(where + name, value, "is not known, and could change the weights.")
+    try:
+        if method == "fp8":
+            _Float8.model_validate(found)
+        elif not weight_groups(found) and method == "compressed-tensors":
+            fields.refuse(f"{where}config_groups", found["config_groups"], "has no group with weights.")
+    except ValidationError as error:
+        for detail in error.errors():
+            name = ".".join(map(str, detail["loc"]))
+            fields.refuse(where + name, detail["input"], f"is not read: {detail['msg']}.")
 
 
 WEIGHTS_FIELD = "transformers_weights"
 """The field that names the file with the weights, or its index; transformers then reads no other."""
-
-
-def _families() -> "Mapping[str, Family]":
-    """FAMILIES, which are not made for a run without such a model."""
-    from maxtext_lite.hf.families import FAMILIES
-
-    return FAMILIES
 
 
 def family_of(fields: JsonObject, where: str) -> str:
@@ -147,24 +141,15 @@ def family_of(fields: JsonObject, where: str) -> str:
       UserError: it is not one of them; lists them, and says `where`.
     """
     kind = text_fields(fields).get("model_type")
-    if isinstance(kind, str) and kind in _families():
+    if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    if reason := unbuilt(kind):
-        raise UserError(f"{where}: model_type={value_text(kind)}: {reason}")
-    raise UserError(
-        f"{where}: model_type={value_text(kind)} is not one that maxtext_lite knows.{_misspelled(kind)} "
-        f"It knows {', '.join(_families())}."
-    )
-
-
-def _misspelled(kind: object) -> str:
-    """The clause ` Did you mean 'x'?` for a name with the same letters: llava is no misspelled llama."""
-
-    def plain(name: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", name.lower())
-
-    meant = [known for known in _families() if isinstance(kind, str) and plain(kind) == plain(known)]
-    return f" Did you mean '{meant[0]}'?" if meant else ""
+    stated = f"{where}: model_type={value_text(kind)}"
+    for pattern, reason in _REASONS.items():
+        if isinstance(kind, str) and re.match(pattern, kind):
+            raise UserError(f"{stated}: {reason}.")
+    letters = re.sub(r"[\W_]", "", str(kind).lower())
+    meant = [f" Did you mean '{known}'?" for known in FAMILIES if known.replace("_", "") == letters]
+    raise UserError(f"{stated} is not one that maxtext_lite knows.{''.join(meant)} It knows {', '.join(FAMILIES)}.")
 
 
 def model_keys(fields: JsonObject, where: str) -> Keys:
@@ -175,8 +160,8 @@ def model_keys(fields: JsonObject, where: str) -> Keys:
     Raises:
       UserError: lists every field that is missing, unknown or cannot be expressed.
     """
-    left, keys = _read(fields, where)
-    problems = [*left.problems, *left.unknown(family_of(fields, where))]
+    read, keys = _read(fields, where)
+    problems = [*read.problems, *read.unknown(family_of(fields, where))]
     if problems:
         raise UserError([f"{where}: {problem}" for problem in problems])
     return keys
@@ -187,21 +172,22 @@ def field_names(fields: JsonObject) -> dict[str, str]:
     return _read(fields, "")[0].names
 
 
-def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
-    """The fields that no part has read, with the problems of the others, and the keys that those decide."""
-    kind = family_of(fields, where)
-    left = Fields(text_fields(fields))
-    keys = _families()[kind].read(left)
+def _read(stated: JsonObject, where: str) -> tuple[Fields, Keys]:
+    """The fields with their problems, and the keys that they decide."""
+    family = FAMILIES[family_of(stated, where)]
+    fields = Fields(text_fields(stated))
+    keys = family.read(fields)
     first = keys["first_num_dense_layers"]
-    if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
+    if fields.num_layers and is_whole(first, fields.num_layers) and is_whole(keys["num_experts"], 1):
         keys = without_experts(keys)
-    elif keys["num_experts"] == 1 and (name := left.names.get("num_experts")):
-        left.refuse(name, 1, "cannot be expressed in a layer with experts. Nearest that works: 2.")
-    left.check_stored(_families()[kind].architecture)
-    check_quantization(left)
-    left.check_keys(keys)
-    left.drop(WITHOUT_EFFECT)
-    return left, keys
+    elif keys["num_experts"] == 1 and "num_experts" in fields.names:
+        why = "cannot be expressed in a layer with experts. Nearest that works: 2."
+        fields.refuse(fields.names["num_experts"], 1, why)
+    fields.check_stored(family.architecture)
+    check_quantization(fields)
+    fields.check_keys(keys)
+    fields.drop(WITHOUT_EFFECT)
+    return fields, keys
 
 
 _SCALED_BY_LENGTH = ("dynamic", "yarn", "longrope")
@@ -227,66 +213,59 @@ def config_json(
       UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
     # What is written is plain numbers, in files of the usual names.
-    without = {name: value for name, value in original.items() if name not in (FIELD, WEIGHTS_FIELD)}
-    original = text_fields(without)
-    longest = max(Fields(original).size("max_position_embeddings", 1), max_position_embeddings)
-    kinds = [family_of(original, "config.json")] if original else list(_families())
-    obstacles: list[_Obstacles] = []
-    for kind in kinds:
-        family = _families()[kind]
-        written = family.write(config)
-        positions = {"max_position_embeddings": longest} if "n_positions" not in written else {}
-        # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
-        tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
-        fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
-        obstacles.append(_obstacles(fields, config))
-        if not obstacles[-1].problems:
-            about = {"dtype": dtype, "torch_dtype": dtype}
-            longer = _with_positions(original, longest, config)
-            unchanged = {**_of_old_versions(fields), **longer, **about}
-            if original and not _obstacles(unchanged, config).problems:
-                return unchanged
-            kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
-            return {**tokens, **kept, **fields, **about}
-    # The nearest family says what is in the way.
-    raise UserError(min(obstacles, key=lambda found: (found.is_refused, len(found.problems))).problems)
+    original = text_fields({name: value for name, value in original.items() if name not in (FIELD, WEIGHTS_FIELD)})
+    positions = max(Fields(original).size("max_position_embeddings", 1), max_position_embeddings)
+    differing: list[list[str]] = []
+    refused: list[list[str]] = []
+    for kind in [family_of(original, "config.json")] if original else FAMILIES:
+        fields = {"architectures": [FAMILIES[kind].architecture], "model_type": kind, **FAMILIES[kind].write(config)}
+        if "n_positions" not in fields:
+            fields = {"max_position_embeddings": positions, **fields}
+        try:
+            problems = _differences(fields, config)
+        except UserError as error:
+            refused.append([problem.partition(" Nearest that work")[0] for problem in error.problems])
+            continue
+        if not problems:
+            return _with_original(fields, original, config, positions, end_of_text_id) | {
+                "dtype": dtype,
+                "torch_dtype": dtype,
+            }
+        differing.append(problems)
+    raise UserError(min(differing or refused, key=len))
 
 
-def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
-    """The fields with this many positions, unless a scaling of rotary positions depends on their number."""
-    name, scaling = "max_position_embeddings", config.rope_scaling
-    if name not in original or (scaling and scaling.rope_type in _SCALED_BY_LENGTH):
-        return original
-    return {**original, name: count}
+def _differences(fields: JsonObject, config: ModelConfig) -> list[str]:
+    """The keys that do not survive a round trip through these fields, each in a sentence.
 
-
-def _of_old_versions(fields: JsonObject) -> JsonObject:
-    old = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
-    return {name: fields[name] for name in old if name in fields}
-
-
-class _Obstacles(NamedTuple):
-    """Why a config.json does not express a model.
-
-    Attributes:
-      is_refused: whether it would not be read at all, so that there may be more than these.
-      problems: each in a sentence that begins with its model_type.
+    Raises:
+      UserError: the fields are not those of a model.
     """
-
-    is_refused: bool
-    problems: list[str]
-
-
-def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
-    """The keys that do not survive a round trip through these fields."""
     named = f"model_type={fields['model_type']}"
-    try:
-        keys = model_keys(fields, named)
-    except UserError as error:
-        return _Obstacles(True, [problem.partition(" Nearest that work")[0] for problem in error.problems])
+    keys = model_keys(fields, named)
     here = {key: getattr(config, key) for key in keys}
     differing = same_architecture(keys, here)
-    return _Obstacles(False, [f"{named} has no place for {key}={value_text(here[key])}." for key in differing])
+    return [f"{named} has no place for {key}={value_text(here[key])}." for key in differing]
+
+
+def _with_original(
+    fields: JsonObject, original: JsonObject, config: ModelConfig, positions: int, end_of_text_id: int | None
+) -> JsonObject:
+    """The fields beside those of the original config.json, which is changed as little as possible."""
+    old = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
+    unchanged = {name: fields[name] for name in old if name in fields} | original
+    follows = config.rope_scaling is not None and config.rope_scaling.rope_type in _SCALED_BY_LENGTH
+    if "max_position_embeddings" in original and not follows:
+        unchanged["max_position_embeddings"] = positions
+    try:
+        if original and not _differences(unchanged, config):
+            return unchanged
+    except UserError:
+        pass
+    # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
+    tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
+    kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
+    return {**tokens, **kept, **fields}
 
 
 def stored_dtype(fields: JsonObject) -> str:
@@ -344,25 +323,20 @@ def text_fields(fields: JsonObject) -> JsonObject:
     towers = TOWERS.get(kind) if isinstance(kind, str) else None
     if towers is None:
         return fields
-    given: object = fields.get("text_config")
+    given = fields.get("text_config")
     if not isinstance(given, dict) or not given:
-        raise UserError(
-            f"text_config={value_text(cast(object, given))} of model_type={kind} is not an object of the text's fields."
-        )
-    text = {name: value for name, value in cast("JsonObject", given).items() if value is not None}
+        raise UserError(f"text_config={value_text(given)} of model_type={kind} is not an object of the text's fields.")
+    text = {name: value for name, value in given.items() if value is not None}
     inner = text.get("model_type", next(iter(towers)))
     if inner not in towers:
-        raise UserError(
-            f"text_config.model_type={value_text(inner)} of model_type={kind} is none of {', '.join(towers)}."
-        )
+        raise UserError(f"text_config.model_type={value_text(inner)} of {kind} is none of {', '.join(towers)}.")
     # transformers reads no other field beside text_config. Renamed like this no part reads one, so it is refused.
-    outer = {
-        name if name in _OF_ALL else f"{kind}.{name}": value for name, value in fields.items() if name not in _OF_IMAGES
-    }
+    outer = {name if name in _OF_ALL else f"{kind}.{name}": fields[name] for name in fields if name not in _OF_IMAGES}
+    merged = {**towers[inner], **outer, **given, "architectures": [FAMILIES[inner].architecture]}
     # The whole model's field decides whether the table is tied; the text's own counts only without it.
-    tied = {name: outer[name] for name in ("tie_word_embeddings",) if outer.get(name) is not None}
-    nulls = {name: None for name, value in cast("JsonObject", given).items() if value is None}
-    return {**towers[inner], **outer, **nulls, **text, **tied, "architectures": [_families()[inner].architecture]}
+    if outer.get("tie_word_embeddings") is not None:
+        merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return merged
 
 
 def text_tensor(name: str) -> str | None:
@@ -396,11 +370,3 @@ _REASONS: Mapping[str, str] = {
     r"(bloom|mpt)$": "its positions are distances added to scores (ALiBi), which are not built",
     r"gptj|codegen|gpt_neo$|opt$|xglm|persimmon|gpt_bigcode|falcon$": "no table of its tensors' names is written",
 }  # fmt: skip
-
-
-def unbuilt(kind: object) -> str:
-    """Why a known model_type is not built; "" for any other."""
-    for pattern, reason in _REASONS.items():
-        if isinstance(kind, str) and re.match(pattern, kind):
-            return f"{reason}."
-    return ""

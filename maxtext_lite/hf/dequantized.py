@@ -200,7 +200,7 @@ class DequantizedDir(SafetensorsDir):
 
     def _bits_of(self, name: str, packed: np.ndarray, shape: tuple[int, ...]) -> int:
         """The bits of a number: the one of the config's widths that fits words of 32 bits in this shape."""
-        widths = {int(group.get("num_bits", 8)) for group in weight_groups(self._quantization)}
+        widths = {group.num_bits for group in weight_groups(self._quantization)}
         fitting = [bits for bits in widths if packed.shape == (shape[0], -(-shape[1] * bits // 32))]
         if len(fitting) != 1:
             raise self._refuse(name, f"is {list(packed.shape)}, which does not hold {list(shape)} numbers of num_bits")
@@ -210,7 +210,7 @@ class DequantizedDir(SafetensorsDir):
         """Each block's zero point, float32 in the scales' shape; None: there are none."""
         if base + "_zero_point" not in self._stored:
             groups = weight_groups(self._quantization)
-            if groups and not any(group.get("symmetric", True) for group in groups):
+            if groups and not any(group.symmetric for group in groups):
                 raise self._refuse(name, "lacks its weight_zero_point, though symmetric=false")
             return None
         zeros = self._take(base, "_zero_point")
@@ -224,7 +224,7 @@ class DequantizedDir(SafetensorsDir):
     def _block(self, name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale."""
         groups = weight_groups(self._quantization)
-        stated = [group["block_structure"] for group in groups if group.get("block_structure")]
+        stated = [group.block_structure for group in groups if group.block_structure]
         if self._quantization["quant_method"] == "fp8":
             stated = [self._quantization.get("weight_block_size") or [128, 128]]
         for block in stated:  # the last block of a dim may be cut off

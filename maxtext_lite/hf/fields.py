@@ -1,14 +1,16 @@
 """The fields of a config.json, read one by one, and the keys that they decide."""
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.keys import ModelConfig, PositionTemperature, RopeScaling
+from maxtext_lite.config.keys import ModelConfig
 from maxtext_lite.config.types import wrong_value
 
 JsonObject = dict[str, Any]
@@ -82,7 +84,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 class Fields:
-    """The fields of a config.json that are still unread, and the problems of those that were read.
+    """The fields of a config.json as they are read, with the problems found in them.
 
     A null field counts as missing, except for those of NEVER_NULL.
 
@@ -93,74 +95,62 @@ class Fields:
     """
 
     def __init__(self, fields: JsonObject) -> None:
-        self._all = dict(fields)
-        self._left = {name: value for name, value in fields.items() if value is not None}
+        self._fields = fields
+        self._unread = {name for name, value in fields.items() if value is not None}
         self.problems: list[str] = []
         self.names: dict[str, str] = {}
         self.has_local_layers = False
 
-    def take(self, name: str, default: object = None) -> Any:
-        """The field's value, marked as read; `default` if it is missing."""
+    def take(self, name: str, default: object = None, *, key: str = "") -> Any:
+        """The field's value, marked as read; `default` if it is missing.
+
+        Args:
+          key: which the field decides.
+        """
+        if key:
+            self.names[key] = name
         if name in NEVER_NULL and self.is_null(name):
             self.refuse(name, None, "is not a value of this field. Remove it for its default.")
-        return self._left.pop(name, default)
+        self._unread.discard(name)
+        return self.peek(name, default)
 
-    def take_entry(self, name: str, entry: str, default: object) -> Any:
-        """An entry of a field that is an object, marked as read; `default` if it is missing."""
-        stated = self._left.get(name)
-        if not isinstance(stated, dict):  # refused by the part that reads the field
-            return default
-        entries = dict(cast("JsonObject", stated))
-        value = entries.pop(entry, None)
-        self._left[name] = entries
-        return default if value is None else value
-
-    def peek(self, name: str, default: object) -> Any:
-        """The field's value, read already or not."""
-        value = self._all.get(name)
+    def peek(self, name: str, default: object = None) -> Any:
+        """The field's value, without marking it as read."""
+        value = self._fields.get(name)
         return default if value is None else value
 
     def is_null(self, name: str) -> bool:
         """Whether the field is stated as null."""
-        return name in self._all and self._all[name] is None
+        return name in self._fields and self._fields[name] is None
 
     @property
     def num_layers(self) -> int:
         """The number of layers, 0 if it is wrong."""
-        return self.size("num_hidden_layers", 0, most=MOST_LAYERS)
+        value = self._fields.get("num_hidden_layers")
+        return value if is_whole(value, 1, MOST_LAYERS) else 0
 
-    def check_layer_types(self, kinds: Sequence[object], layers: int, window: int, known: Sequence[str]) -> None:
-        """Notes the problems of a list of the layers' kinds."""
-        if layers and len(kinds) != layers:
-            self.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
-        odd = [kind for kind in kinds if kind not in known]
-        if odd:
-            self.refuse("layer_types", odd[0], f"cannot be expressed: a layer is {any_of(known)}.")
-        if "sliding_attention" in kinds and not window:
-            self.refuse("layer_types", "sliding_attention", "needs a sliding_window that is switched on.")
-
-    def need(self, name: str) -> Any:
+    def need(self, name: str, *, key: str = "") -> Any:
         """The field's value; 1 and a problem if it is missing."""
-        if name not in self._left:
+        if self.peek(name) is None:
             self.problems.append(f"{name} is missing.")
-        return self._left.pop(name, 1)
+        return self.take(name, 1, key=key)
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, key: str = "") -> int:
         """The field's value, an integer of at least `least`; `least` and a problem if it is not one."""
-        value = self.need(name) if default is None else self.take(name, default)
+        value = self.need(name, key=key) if default is None else self.take(name, default, key=key)
         if is_whole(value, least):
             return value
         self.refuse(name, value, f"is not an integer of at least {least}.")
         return least
 
-    def size(self, name: str, default: int, *, most: float = math.inf) -> int:
-        """The value of a field that another part reads and checks; `default` if it is wrong or missing."""
-        value = self._all.get(name)
-        return value if is_whole(value, 1, most) else default
+    def size(self, name: str, default: int) -> int:
+        """The value of a size that another part reads and checks; `default` if it is wrong or missing."""
+        value = self._fields.get(name)
+        return value if is_whole(value, 1) else default
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool, *, key: str = "") -> bool:
         """The field's value, true or false; `default` and a problem if it is neither."""
-        value = self.take(name, default)
+        value = self.take(name, default, key=key)
         if isinstance(value, bool):
             return value
         self.refuse(name, value, "is not true or false.")
@@ -170,17 +160,16 @@ class Fields:
         """The field's value, a list; None if it is missing; None and a problem if it is something else."""
         value = self.take(name)
         if value is None or isinstance(value, list):
-            return cast("list[Any] | None", value)
+            return value
         self.refuse(name, value, "is not a list.")
         return None
 
     def mapping(self, name: str) -> JsonObject:
         """The field's entries that are not null; {} and a problem if it is no object."""
-        value = self.take(name)
+        value = self.take(name, {})
         if isinstance(value, dict):
-            return {entry: each for entry, each in cast("dict[str, Any]", value).items() if each is not None}
-        if value is not None:
-            self.refuse(name, value, "is not an object with entries such as rope_type.")
+            return {entry: each for entry, each in value.items() if each is not None}
+        self.refuse(name, value, "is not an object with entries such as rope_type.")
         return {}
 
     def refuse(self, name: str, value: object, why: str) -> None:
@@ -189,8 +178,7 @@ class Fields:
 
     def drop(self, names: Iterable[str]) -> None:
         """Marks fields as read."""
-        for name in names:
-            self._left.pop(name, None)
+        self._unread.difference_update(names)
 
     def check_keys(self, keys: Keys) -> None:
         """Notes values of the wrong kind, in the words of the config's schema and with the fields' names.
@@ -203,11 +191,10 @@ class Fields:
             self.refuse(name, layers, f"is more than {MOST_LAYERS:,}. Nearest that works: {MOST_LAYERS}.")
             known.add(name)
         try:
-            ModelConfig.model_validate(dict(keys))
+            ModelConfig.model_validate(keys)
         except ValidationError as error:
             for detail in error.errors():
-                key = str(detail["loc"][0])
-                name = self.names.get(key, "")  # a key without a field of its own follows from others
+                name = self.names.get(str(detail["loc"][0]))  # a key without a field of its own follows from others
                 if name and name not in known:
                     self.problems.append(str(wrong_value(ModelConfig, detail, name)))
 
@@ -217,37 +204,35 @@ class Fields:
         Args:
           architecture: the family's class; code for classes of that name is the code that transformers has.
         """
-        formats = {name: self.take(name) for name in ("dtype", "torch_dtype")}
-        stated = {name: str(value).removeprefix("torch.") for name, value in formats.items() if value is not None}
-        for name, value in stated.items():
-            if value not in _FLOATS:
-                self.refuse(name, formats[name], f"is none of {any_of(_FLOATS)}: weights in it are not read.")
-        if len(set(stated.values())) > 1:
-            self.refuse("torch_dtype", formats["torch_dtype"], f"contradicts dtype={value_text(formats['dtype'])}.")
-        code, family = self.take("auto_map", {}), architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        classes = cast("dict[str, Any]", code).values() if isinstance(code, dict) else [code]
-        for each in classes:
-            for name in cast("list[Any]", each) if isinstance(each, list) else [each]:
-                if name is not None and not str(name).rpartition(".")[2].startswith(family):
-                    self.refuse(
-                        "auto_map", name, f"is code of its author's, which is not run: the model may not be {family}. "
-                        "If it is, remove auto_map."
-                    )  # fmt: skip
+        stated: list[str] = []
+        for name in ("dtype", "torch_dtype"):
+            value = self.take(name)
+            if value is None:
+                continue
+            stated.append(str(value).removeprefix("torch."))
+            if stated[-1] not in _FLOATS:
+                self.refuse(name, value, f"is none of {any_of(_FLOATS)}: weights in it are not read.")
+        if len(set(stated)) > 1:
+            self.refuse("torch_dtype", self.peek("torch_dtype"), f"contradicts dtype={stated[0]}.")
+        code = self.take("auto_map", {})
+        family = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
+        classes = code.values() if isinstance(code, dict) else [code]
+        for name in itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in classes):
+            if name is not None and not str(name).rpartition(".")[2].startswith(family):
+                self.refuse("auto_map", name, f"is code that is not run. If the model is {family}, remove auto_map.")
 
     def unknown(self, kind: str) -> list[str]:
         """A problem for each field that no part has read."""
-        problems: list[str] = []
-        for name, value in self._left.items():
-            if value is False or value in ([], {}):  # off or empty: changes nothing
-                continue
-            problems.append(
-                f"{value_text(name)}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and could "
-                "change the logits. If it does not, remove it."
-            )
-        return problems
+        stated = {name: self._fields[name] for name in self._fields if name in self._unread}
+        return [
+            f"{value_text(name)}={value_text(value)} is not a known field of {kind}, and could change the logits. If "
+            "it does not, remove it."
+            for name, value in stated.items()
+            if value is not False and value not in ([], {})  # off or empty: changes nothing
+        ]
 
 
-def without_experts(keys: Keys) -> Keys:
+def without_experts(keys: Keys) -> JsonObject:
     """The keys of a model none of whose layers has experts: those of a dense model."""
     return {**keys, "num_experts": 1, **{key: DEFAULTS[key] for key in _OF_EXPERTS}}
 
@@ -264,24 +249,25 @@ def same_architecture(one: Keys, other: Keys) -> list[str]:
       one: keys from a config.json.
       other: the same keys of a config.
     """
-    plain_one, plain_other = _plain(one), _plain(other)
+    plain_one = _plain(one)
+    plain_other = _plain(other)
     return [key for key in plain_one if key != "initializer_range" and plain_one[key] != plain_other[key]]
 
 
-def _plain(keys: Keys) -> Keys:
+def _plain(keys: Keys) -> JsonObject:
     """The keys in one normal form."""
     plain = dict(keys)
-    layers = plain["base_num_decoder_layers"]
-    kinds = [kind.strip() for kind in str(plain["layer_pattern"]).split(",")]
-    plain["layer_pattern"] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    layers = range(plain["base_num_decoder_layers"])
+    kinds = [kind.strip() for kind in plain["layer_pattern"].split(",")]
+    plain["layer_pattern"] = [kinds[layer % len(kinds)] for layer in layers]
+    mlps = [kind.strip() for kind in plain["mlp_pattern"].split(",")]
+    first = plain["first_num_dense_layers"]
+    plain["first_num_dense_layers"] = 0
+    plain["mlp_pattern"] = ["dense" if layer < first else mlps[layer % len(mlps)] for layer in layers]
     if plain["query_pre_attn_scalar"] == plain["head_dim"]:
         plain["query_pre_attn_scalar"] = 0.0
     if plain["base_moe_mlp_dim"] == -1:
         plain["base_moe_mlp_dim"] = plain["base_mlp_dim"]
-    mlps = [kind.strip() for kind in str(plain["mlp_pattern"]).split(",")]
-    first = plain["first_num_dense_layers"]
-    plain["mlp_pattern"] = ["dense" if layer < first else mlps[layer % len(mlps)] for layer in range(layers)]
-    plain["first_num_dense_layers"] = 0
     if plain["base_shared_mlp_dim"] == -1:
         plain["base_shared_mlp_dim"] = plain["shared_experts"] * plain["base_moe_mlp_dim"]
     plain["shared_experts"] = min(plain["shared_experts"], 1)
@@ -290,8 +276,8 @@ def _plain(keys: Keys) -> Keys:
     elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
     for key in ("mla", "rope_scaling", "position_temperature"):
-        part: Any = plain[key] or {}
-        entries = cast("JsonObject", part) if isinstance(part, dict) else part.to_mapping()
+        part = plain[key] or {}
+        entries = part if isinstance(part, dict) else part.to_mapping()
         plain[key] = {name: value for name, value in entries.items() if value != _USUAL.get(name)}
     return plain
 
@@ -304,5 +290,3 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
 """Entries of a rope_scaling or position_temperature that equal their defaults."""
-
-assert set(_USUAL) <= {*RopeScaling.__dataclass_fields__, *PositionTemperature.__dataclass_fields__}

@@ -56,12 +56,8 @@ class AnswerFinder:
         """
         if self._template.has_marks:
             return [self._marked(turns, learned)]
-        whole, starts = self._template.turn_starts(turns)
-        spans = None if starts is None else self._spans(turns, learned, whole, starts)
-        if spans is None:
-            answers = [self._answer(turns, at, whole) for at in learned]
-        else:
-            answers = [(whole[:start], whole[start:stop]) for start, stop in spans]
+        whole = self._template.render(turns, answer_follows=False)
+        answers = [self._answer(turns, at, whole) for at in learned]
         prompts = [before for before, _ in answers]
         answered = [
             before + self._with_end(turns, at, answer) for at, (before, answer) in zip(learned, answers, strict=True)
@@ -123,28 +119,6 @@ class AnswerFinder:
             "there. Set chat_template to one that begins an answer with its generation prompt, or marks answers with "
             "{% generation %}."
         )
-
-    def _spans(
-        self, turns: Sequence[Turn], learned: Sequence[int], whole: str, starts: list[int]
-    ) -> list[tuple[int, int]] | None:
-        """Where a causal template has these answers in `whole`; None if where it begins each turn does not tell.
-
-        Whatever the template renders around the first answer must stand around every other answer too.
-        """
-        first, ends = learned[0], [*starts[1:], len(whole)]
-        if len(learned) == 1:  # two renderings are needed either way
-            return None
-        before = self._template.render(turns[:first])
-        after = self._template.render(turns[: first + 1], answer_follows=False)
-        if not (before.startswith(whole[: starts[first]]) and after.startswith(whole[: ends[first]])):
-            return None
-        begin, end = before[starts[first] :], after[ends[first] :]
-        places = [(starts[at] + len(begin), min(ends[at] + len(end), len(whole))) for at in learned]
-        as_given = all(
-            whole.startswith(begin, starts[at]) and (at == len(turns) - 1 or whole.startswith(end, ends[at]))
-            for at in learned
-        )
-        return places if as_given else None
 
     def _with_end(self, turns: Sequence[Turn], at: int, answer: str) -> str:
         """The answer up to and including what ends it."""

@@ -9,7 +9,7 @@ import numpy as np
 from maxtext_lite.config.phases import phases
 from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.training.arrays import Rows, Scalar
-from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.state import StepContext, TrainState
 
 _MOST_EXAMPLES = 8
@@ -61,7 +61,6 @@ def find_nonfinite(
     # The simulated devices of a CPU run one program at a time, and a later step may be running.
     params, frozen = jax.block_until_ready((state.params, state.frozen))
     loss_scale = parts.optimizer.loss_scale(state.opt_state)
-    step_gradients = GradientLoop(parts).of_step
 
     @jax.jit
     def finite_leaves(
@@ -72,7 +71,7 @@ def find_nonfinite(
         part = {name: jax.lax.dynamic_slice_in_dim(x, micro_batch, 1) for name, x in batch.items()}
         # Selected, not multiplied: the values to leave out may be NaN.
         part |= {name: jnp.where(kept_1B1, part[name], jnp.zeros_like(part[name])) for name in part}
-        gradients = step_gradients(params, part, None, loss_scale, frozen).gradients
+        gradients = step_gradients(parts, params, part, None, loss_scale, frozen).gradients
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)
 
     def bad_leaves(micro_batch: int, first: int, stop: int) -> list[str]:

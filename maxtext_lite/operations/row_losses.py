@@ -14,7 +14,7 @@ from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.mixture import ids_of_run
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, step_gradients
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
@@ -62,7 +62,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
             "--rows takes the gradient of each row with one set of parameters; enable_diloco=true has parameters for "
             "each replica."
         )
-    tokenizer, step_gradients = load_tokenizer(run.config), GradientLoop(run.parts).of_step
+    tokenizer = load_tokenizer(run.config)
     source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]
     sizes = 1, run.plan.slots_for(1), source.num_tokens
 
@@ -70,9 +70,9 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
     def alone(
         params: Params, frozen: Params | None, loss_scale: jax.Array | None, batch: Rows
     ) -> tuple[jax.Array, ...]:
-        found = step_gradients(params, batch, None, loss_scale, frozen)
+        found = step_gradients(run.parts, params, batch, None, loss_scale, frozen)
         norm = optax.tree.norm(found.gradients)
-        return found.loss, found.target_tokens, found.num_counted, norm
+        return found.losses.loss, found.counts["target_tokens"], found.counts[run.parts.objective.divisor], norm
 
     def text(fields: dict[str, np.ndarray]) -> str:
         ids = fields["tokens"][fields["segments"] > 0][:_TEXT_TOKENS]

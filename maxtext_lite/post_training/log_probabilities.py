@@ -59,7 +59,7 @@ def make_log_probabilities(
         cast_params = decoder.cast(params)
 
         def of_micro_batch(rows: Rows) -> jax.Array:
-            # Weights are gathered where they are used, as in `gradients.GradientLoop.added`.
+            # Weights are gathered where they are used, as in `gradients.accumulate_micro_batches`.
             here, rows = jax.lax.optimization_barrier((cast_params, rows))
             found_RBT = by_replica(here, rows)
             return constrain(found_RBT.reshape(-1, found_RBT.shape[-1]), TRAIN_BATCH_AXES[1:])

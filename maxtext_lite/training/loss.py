@@ -32,13 +32,15 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class LossSums(NamedTuple):
-    """Float32 sums over target tokens: of the weighted nll and of the weighted squared log-partition.
+    """Float32 sums of the weighted losses of tokens, pairs or responses.
 
-    `aux` has the experts' sums by name (see `loss.Outputs`), {} without experts, and an objective's own.
+    Attributes:
+      z_loss: of the squared log-partition, before its multiplier.
+      aux: the experts' sums by name (see `Outputs.auxiliary_loss`), and an objective's own.
     """
 
-    nll: jax.Array
-    log_partition_squared: jax.Array
+    loss: jax.Array
+    z_loss: jax.Array
     aux: dict[str, jax.Array]
 
 
@@ -220,8 +222,8 @@ def _cross_entropy_forward(
         dx_BTD = product("BTV,DV->BTD", dlogits_BTV, _projection(head), "vocab")
         if dbias_V is not None:
             dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
-        nll = sums.nll + jnp.sum(weight * losses.nll_BT)
-        squared = sums.log_partition_squared + jnp.sum(weight * jnp.square(losses.log_partition_BT))
+        nll = sums.loss + jnp.sum(weight * losses.nll_BT)
+        squared = sums.z_loss + jnp.sum(weight * jnp.square(losses.log_partition_BT))
         return (LossSums(nll, squared, {}), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
 
     own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
@@ -231,7 +233,7 @@ def _cross_entropy_forward(
     (sums, own_ZDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
     dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32
     dhead_DV = constrain(jnp.sum(own_ZDV.astype(dtype), axis=0, dtype=dtype), HEAD_AXES)
-    loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
+    loss = sums.loss + z_loss_multiplier * sums.z_loss
     dhead_DV = dhead_DV.astype(_projection(head).dtype)
     if not isinstance(head, BiasedHead):
         return (loss, sums), (dx_BTD, dhead_DV)

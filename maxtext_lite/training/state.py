@@ -54,9 +54,10 @@ class Overrides:
 
 
 CONFIGURED = Overrides()
+"""Every part as configured."""
+
 OF_REPLICAS = ("opt_state", "replica_params")
 """The parts of `TrainState.update_state` that local updates hold once for each replica."""
-"""Every part as configured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,16 @@ class StepContext:
     config: NumericsConfig
     objective: Objective = NEXT_TOKEN
     local: LocalUpdates | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas that each accumulate gradients of their own."""
+        return self.local.num_replicas if self.local else self.mesh.shape["data"]
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the pipeline schedule is 1f1b, which differentiates pieces of several micro-batches at a time."""
+        return self.decoder.pipeline is not None and self.decoder.pipeline.schedule == "1f1b"
 
 
 @jax.tree_util.register_dataclass

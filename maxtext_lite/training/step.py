@@ -11,7 +11,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from maxtext_lite.config.phases import phases
@@ -27,7 +26,18 @@ from maxtext_lite.parallel import (
     vmap_over_data,
 )
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
+from maxtext_lite.training.gradients import (
+    TRAIN_BATCH_AXES,
+    StepGradients,
+    accumulate_micro_batches,
+    correct_expected,
+    count_rows,
+    rows_of_batch,
+    step_gradients,
+    sum_over_replicas,
+    zero_gradients,
+    zero_gradients_shardings,
+)
 from maxtext_lite.training.loss import AUXILIARY_METRICS, forward
 from maxtext_lite.training.objective import Objective, ScoredObjective
 from maxtext_lite.training.optimizer import LossScaleState, Progress, Schedule, master_of, with_master
@@ -55,16 +65,15 @@ def make_train_step(parts: StepContext, schedule: Schedule) -> Wrapped:
     crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too; the caller puts
     its summary into the state.
     """
-    optimizer, step_gradients = parts.optimizer, GradientLoop(parts).of_step
-    shardings = state_shardings(parts)
-    apply = _applied(parts, shardings, schedule)
 
     def train_step(
         state: TrainState, batch: Rows, num_micro_batches: jax.Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        loss_scale = optimizer.loss_scale(state.opt_state)
-        return apply(state, step_gradients(state.params, batch, num_micro_batches, loss_scale, state.frozen))
+        loss_scale = parts.optimizer.loss_scale(state.opt_state)
+        step = step_gradients(parts, state.params, batch, num_micro_batches, loss_scale, state.frozen)
+        return apply_gradients(parts, schedule, state, step)
 
+    shardings = state_shardings(parts)
     everywhere = sharding(parts.mesh)
     return jax.jit(
         train_step,
@@ -72,99 +81,6 @@ def make_train_step(parts: StepContext, schedule: Schedule) -> Wrapped:
         in_shardings=(shardings, sharding(parts.mesh, TRAIN_BATCH_AXES), everywhere),
         out_shardings=(shardings, per_replica(everywhere) if parts.local else everywhere),
     )
-
-
-def _applied(
-    parts: StepContext, shardings: TrainState, schedule: Schedule
-) -> Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]]:
-    """The function (state, StepGradients) -> (state, metrics) of `make_train_step`; `shardings` are the state's."""
-    optimizer, local = parts.optimizer, parts.local
-    update = functools.partial(_updated, parts, schedule)
-    if local:
-        update = vmap_over_data(update, local.num_replicas, own=(0, 1, 2, 3))
-
-    def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, Metrics]:
-        opt_state = state.opt_state
-        if optimizer.on_host:
-            opt_state = _on_devices(opt_state, shardings.opt_state)
-        params, opt_state, progress, metrics = update(
-            state.params, opt_state, state.progress, step, state.skipped_in_a_row
-        )
-        if optimizer.on_host:
-            opt_state = jax.device_put(opt_state, shardings.opt_state)
-        state = dataclasses.replace(state, params=params, opt_state=opt_state, progress=progress, step=state.step + 1)
-        if not local:
-            state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
-        return state, metrics
-
-    return apply
-
-
-def _updated(
-    parts: StepContext,
-    schedule: Schedule,
-    params: Params,
-    opt_state: optax.MultiStepsState,
-    progress: Progress,
-    step: StepGradients,
-    skipped_in_a_row: jax.Array,
-) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
-    """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
-    optimizer, config = parts.optimizer, parts.config
-    grad_norm = optax.tree.norm(step.gradients)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
-    has_ended = optimizer.has_ended(skipped_in_a_row)
-    applied = finite & (step.num_counted > 0) & ~has_ended
-    new_progress = progress.plus(step.examples, step.target_tokens)
-    learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
-    whole = params
-    if optimizer.over_data:
-        params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
-    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, step.expert_counts)
-    new = (new_params, new_opt_state, new_progress)
-    params, opt_state, progress = _where(applied, new, (params, opt_state, progress))
-    param_norm = optax.tree.norm(as_float32(params))
-    if optimizer.over_data and not _gathers_in_place(parts.mesh):
-        new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
-        params = _where(applied, new_params, whole)
-    metrics = {
-        "loss": step.loss,
-        "target_tokens": step.target_tokens,
-        "grad_norm": grad_norm,
-        "param_norm": param_norm,
-        "learning_rate": learning_rate,
-        "skipped": ~applied,
-        "groups": step.groups,
-        "group_squares": step.group_squares,
-    }
-    if config.z_loss_multiplier:
-        metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
-    metrics |= parts.objective.metrics(step.aux, step.num_counted, config)
-    metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
-    if optimizer.loss_scaling:
-        skip_state = cast(LossScaleState, opt_state.skip_state)
-        metrics["loss_scale"] = skip_state.scale
-        following = _where(has_ended, skip_state, optimizer.loss_scaling.next(skip_state, finite))
-        opt_state = opt_state._replace(skip_state=following)
-    return params, opt_state, progress, metrics
-
-
-def _where(condition: jax.Array, tree: Tree, otherwise: Tree) -> Tree:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, otherwise)
-
-
-def _gathers_in_place(mesh: Mesh) -> bool:
-    """Whether an all-gather writes straight into a donated array.
-
-    On a TPU, XLA copies the array before the step and the gathered values after it, unless the result is computed from
-    those values.
-    """
-    return mesh.devices.flat[0].platform != "tpu"
-
-
-def _on_devices(tree: Tree, on_host: Tree) -> Tree:
-    """Arrays in pinned host memory, with these shardings, copied to the devices."""
-    return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
 class ChunkedStep:
@@ -183,33 +99,119 @@ class ChunkedStep:
     """
 
     def __init__(self, parts: StepContext, schedule: Schedule, *, expected: int):
-        loop, shardings, everywhere = GradientLoop(parts), state_shardings(parts), sharding(parts.mesh)
-        of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
-        apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
+        assert parts.local is None
+        expected_R = jnp.full(parts.num_replicas, expected, jnp.float32)
 
         def add(state: TrainState, sums: StepGradients, batch: Rows) -> StepGradients:
-            rows = loop.rows(batch)
-            return loop.added(
-                sums,
-                state.params,
-                state.frozen,
-                rows,
-                counts=loop.counts(rows),
-                whole_R=loop.expected(expected),
-                loss_scale=optimizer.loss_scale(state.opt_state),
-                is_all=False,
+            loss_scale = parts.optimizer.loss_scale(state.opt_state)
+            rows = rows_of_batch(parts, batch)
+            sums = accumulate_micro_batches(
+                parts, sums, state.params, state.frozen, rows, expected_R, loss_scale=loss_scale
             )
+            return sums._replace(counts=jax.tree.map(jnp.add, sums.counts, count_rows(parts, rows)))
 
         def update(state: TrainState, sums: StepGradients) -> tuple[TrainState, Metrics]:
-            loss_scale, whole_R = optimizer.loss_scale(state.opt_state), loop.expected(expected)
-            return apply(state, loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=True))
+            step = sum_over_replicas(parts, sums, expected_R, parts.optimizer.loss_scale(state.opt_state))
+            step = correct_expected(step, expected_R[0], step.counts[parts.objective.divisor])
+            return apply_gradients(parts, schedule, state, step)
 
-        self.start = jax.jit(loop.start, out_shardings=of_sums)
+        shardings = state_shardings(parts)
+        of_sums = zero_gradients_shardings(parts)
+        of_batch = sharding(parts.mesh, TRAIN_BATCH_AXES)
+        self.start = jax.jit(lambda: zero_gradients(parts), out_shardings=of_sums)
         self.add = jax.jit(add, donate_argnums=1, in_shardings=(shardings, of_sums, of_batch), out_shardings=of_sums)
         # Donating the sums would gain nothing: no result has their shape, with its dim for replicas.
         self.update = jax.jit(
-            update, donate_argnums=0, in_shardings=(shardings, of_sums), out_shardings=(shardings, everywhere)
+            update,
+            donate_argnums=0,
+            in_shardings=(shardings, of_sums),
+            out_shardings=(shardings, sharding(parts.mesh)),
         )
+
+
+def apply_gradients(
+    parts: StepContext, schedule: Schedule, state: TrainState, step: StepGradients
+) -> tuple[TrainState, Metrics]:
+    """The state after an update with the step's gradients, and the metrics of `make_train_step`."""
+    update = functools.partial(_update_replica, parts, schedule)
+    if parts.local:
+        update = vmap_over_data(update, parts.local.num_replicas, own=(0, 1, 2, 3))
+    opt_state = state.opt_state
+    opt_state_shardings = state_shardings(parts).opt_state
+    if parts.optimizer.on_host:
+        opt_state = _copy_to_devices(opt_state, opt_state_shardings)
+    params, opt_state, progress, metrics = update(state.params, opt_state, state.progress, step, state.skipped_in_a_row)
+    if parts.optimizer.on_host:
+        opt_state = jax.device_put(opt_state, opt_state_shardings)
+    state = dataclasses.replace(state, params=params, opt_state=opt_state, progress=progress, step=state.step + 1)
+    if not parts.local:
+        state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
+    return state, metrics
+
+
+def _update_replica(
+    parts: StepContext,
+    schedule: Schedule,
+    params: Params,
+    opt_state: optax.MultiStepsState,
+    progress: Progress,
+    step: StepGradients,
+    skipped_in_a_row: jax.Array,
+) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
+    """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
+    optimizer, objective = parts.optimizer, parts.objective
+    num_counted = step.counts[objective.divisor]
+    target_tokens = step.counts["target_tokens"]
+    grad_norm = optax.tree.norm(step.gradients)
+    is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.losses.loss)
+    has_ended = optimizer.has_ended(skipped_in_a_row)
+    is_applied = is_finite & (num_counted > 0) & ~has_ended
+
+    new_progress = progress.plus(step.counts["examples"], target_tokens)
+    learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
+    old_params = params
+    if optimizer.over_data:
+        params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
+    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, step.expert_counts)
+    params = _where(is_applied, new_params, params)
+    opt_state = _where(is_applied, new_opt_state, opt_state)
+    progress = _where(is_applied, new_progress, progress)
+    param_norm = optax.tree.norm(as_float32(params))
+    if optimizer.over_data and parts.mesh.devices.flat[0].platform == "tpu":
+        # Gathered before the choice: a plain all-gather into the donated array would copy it before and after the step.
+        new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
+        params = _where(is_applied, new_params, old_params)
+
+    metrics = {
+        "loss": step.losses.loss,
+        "target_tokens": target_tokens,
+        "grad_norm": grad_norm,
+        "param_norm": param_norm,
+        "learning_rate": learning_rate,
+        "skipped": ~is_applied,
+        "groups": step.groups,
+        "group_squares": step.group_squares,
+    }
+    if parts.config.z_loss_multiplier:
+        metrics["z_loss"] = parts.config.z_loss_multiplier * step.losses.z_loss
+    metrics |= objective.metrics(step.losses.aux, num_counted, parts.config)
+    loss_scale = optimizer.loss_scale(opt_state)
+    metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, is_finite, loss_scale)
+    if optimizer.loss_scaling:
+        scale_state = cast(LossScaleState, opt_state.skip_state)
+        metrics["loss_scale"] = scale_state.scale
+        scale_state = _where(has_ended, scale_state, optimizer.loss_scaling.next(scale_state, is_finite))
+        opt_state = opt_state._replace(skip_state=scale_state)
+    return params, opt_state, progress, metrics
+
+
+def _where(condition: jax.Array, tree: Tree, otherwise: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, otherwise)
+
+
+def _copy_to_devices(tree: Tree, on_host: Tree) -> Tree:
+    """Arrays in pinned host memory, with these shardings, copied to the devices."""
+    return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
 def make_synchronise(parts: StepContext) -> Wrapped:
@@ -226,7 +228,7 @@ def make_synchronise(parts: StepContext) -> Wrapped:
         assert state.outer is not None
         masters = master_of(state.opt_state)
         if optimizer.on_host:
-            masters = _on_devices(masters, on_host)
+            masters = _copy_to_devices(masters, on_host)
         params, outer = local.synchronised(state.params, state.outer, masters)
         synchronised = params, outer, None if outer.master is None else local.copies(outer.master)
         has_ended = optimizer.has_ended(state.skipped_in_a_row)

@@ -19,7 +19,6 @@ from maxtext_lite.config import (
 )
 from maxtext_lite.config.hints import _ELSEWHERE, hub_hint
 from maxtext_lite.post_training.keys import RL_KEYS, RLRunConfig
-from tests.mutations import VALUES
 
 
 def problems_of(*arguments):
@@ -271,6 +270,13 @@ PIECES = (
 )
 
 
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
 @settings(
     deadline=None,
     max_examples=60,
@@ -279,7 +285,7 @@ PIECES = (
 @given(
     st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14).map("".join)
     | st.dictionaries(
-        st.sampled_from(sorted(RLRunConfig.model_fields)), VALUES, max_size=3
+        st.sampled_from(sorted(RLRunConfig.model_fields)), ANYTHING, max_size=3
     ).map(json.dumps)
     | st.binary(max_size=30)
 )

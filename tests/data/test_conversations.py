@@ -9,8 +9,6 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
-from maxtext_lite.hf.chat import ChatTemplate
-from maxtext_lite.hf.learned_answers import AnswerFinder
 from maxtext_lite.post_training.conversations import Renderer
 
 CHATML = (
@@ -176,32 +174,6 @@ def test_answers_are_the_assistants_turns(
         chosen, rejected = it.dpo_texts("d:1", value)
         assert learned(it, chosen, plain)[:2] == (answers[1:], whole)
         assert learned(it, rejected, plain)[0] == [answers[1].replace("No.", "Yes.")]
-
-
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT])
-def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_fraction_of_the_work(
-    template, tokenizer_path, tmp_path, monkeypatch
-):
-    it = renderer(tokenizer_path, template, tmp_path)
-    turns = TURNS[:1]
-    for number in range(1, 30):
-        turns = [*turns, {"role": "user", "content": f"{'y' * (number % 3)}?"}]
-        turns = [*turns, {"role": "assistant", "content": f" {'x' * number} "}]
-    characters = [0]
-    pieces = ChatTemplate._pieces
-
-    def counted(*args, **kwargs):
-        for piece in pieces(*args, **kwargs):
-            characters[-1] += len(piece)
-            yield piece
-
-    monkeypatch.setattr(ChatTemplate, "_pieces", counted)
-    rendered = it.sft_texts("d:1", {"messages": turns})
-    characters.append(0)
-    monkeypatch.setattr(AnswerFinder, "_spans", lambda *_: None)
-    assert it.sft_texts("d:1", {"messages": turns}) == rendered
-    assert characters[0] < 2 * len(rendered[0].text)
-    assert characters[1] > 25 * len(rendered[0].text)
 
 
 ASKED = "<|im_start|>user\n{}<|im_end|><|im_start|>assistant\n"

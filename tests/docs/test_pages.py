@@ -12,7 +12,7 @@ from maxtext_lite.cli import run_command
 from maxtext_lite.config.keys import REMAT_POLICIES, ROPE_ENTRIES
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.maxtext import maxtext_defaults
-from maxtext_lite.hf.parts import _SCALINGS
+from maxtext_lite.hf.rotation import SCALINGS
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.post_training.keys import SHIPPED_REWARDS, RLRunConfig
 from maxtext_lite.preparation.keys import PrepareConfig
@@ -131,7 +131,7 @@ def commands():
 
 
 def test_the_pages_have_the_commands_that_they_should():
-    assert len(commands()) == 16
+    assert len(commands()) == 19
 
 
 @pytest.mark.parametrize(("command", "kind", "text"), commands())
@@ -173,7 +173,7 @@ def test_tables_of_what_there_is_are_those_of_the_program():
         assert parallelism[policy] == [", ".join(saved), ", ".join(host)]
     assert set(SHIPPED_REWARDS) <= post_training.keys()
     assert set(FAMILIES) <= first_words("hugging_face.md").keys()
-    assert all(f"`{word}`" in PAGES["hugging_face.md"] for word in _SCALINGS)
+    assert all(f"`{word}`" in PAGES["hugging_face.md"] for word in SCALINGS)
     for kind, (needed, optional) in ROPE_ENTRIES.items():
         assert set(re.findall(r"`(\w+)`", first_words("models.md")[kind][0])) == {
             *needed,

@@ -27,7 +27,7 @@ from maxtext_lite.models import (
     merged,
 )
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import CustomLoss, Predictions
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
@@ -342,7 +342,7 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
     replicas = it.mesh.shape["data"]
     number = np.int32(0) if point.used else None
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        step = jax.jit(GradientLoop(it.parts).of_step)
+        step = jax.jit(functools.partial(step_gradients, it.parts))
         batch = it.batch(one.rows, *point.batch)
         step = step.lower(
             it.abstract.params, batch, number, scale, it.abstract.frozen
@@ -368,16 +368,18 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
             ),
             gradients,
         )
-        np.testing.assert_allclose([got.loss, got.z_loss], [loss, z_loss], rtol=2e-6)
-        assert got.aux.keys() == aux.keys()
+        np.testing.assert_allclose(got.losses[:2], [loss, z_loss], rtol=2e-6)
+        assert got.losses.aux.keys() == aux.keys()
         for part, value in aux.items():
-            np.testing.assert_allclose(got.aux[part], value, rtol=1e-5, err_msg=part)
+            np.testing.assert_allclose(
+                got.losses.aux[part], value, rtol=1e-5, err_msg=part
+            )
         assert aux.get(DROPPED, 1) > 0.05
         np.testing.assert_array_equal(
             got.expert_counts, counts
         )  # whole numbers, whatever the split
-        assert got.num_counted == one.counted(one.rows)
-        assert got.target_tokens == np.count_nonzero(one.rows["weights"])
+        assert got.counts[it.parts.objective.divisor] == one.counted(one.rows)
+        assert got.counts["target_tokens"] == np.count_nonzero(one.rows["weights"])
         assert got.examples == np.count_nonzero(one.rows["segments"].any(axis=1))
         if replicas * (1 if point.is_interleaved else num_batches) == 1:
             assert (
@@ -477,8 +479,8 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
     got = of((4, 4), {"tensor": 2, "context": 2})
     assert apart(got.gradients, want.gradients) < rounding / 5
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
-    assert got.target_tokens == want.target_tokens
+    np.testing.assert_allclose(got.losses.loss, want.losses.loss, rtol=1e-5)
+    assert got.counts["target_tokens"] == want.counts["target_tokens"]
 
 
 def test_gradients_cross_in_grad_dtype(reference, rows):

@@ -172,6 +172,10 @@ def test_without_metadata_a_machine_with_tpus_is_alone(monkeypatch):
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
         ({**STATED, "JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 .*Nearest that works: 3"),
         (
+            {**STATED, "JAX_COORDINATOR_ADDRESS": "localhost"},
+            "JAX_COORDINATOR_ADDRESS=localhost",
+        ),
+        (
             {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
             "6 GPUs equally. Nearest that works: 3",
         ),

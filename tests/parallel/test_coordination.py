@@ -1,19 +1,15 @@
 """jax's private client, in the installed version: its store, and its abort when process 0 is gone."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from maxtext_lite.operations import watched_hosts
-from maxtext_lite.operations.watched_hosts import coordinator_answers, watched_arguments
-from tests.processes import quick_python
-from tests.source_tree import REPOSITORY
+from maxtext_lite.operations.watched_hosts import coordinator_answers
+from tests.processes import quick_python, run_launched
 
 # One process fails or is killed while the other waits for it in a collective.
 PROGRAM = """
@@ -43,55 +39,33 @@ sys.exit(run_command(main))
 
 def launch(directory, process, how):
     """The result of two processes, of which one fails."""
-    launcher = [
-        sys.executable,
-        str(REPOSITORY / "scripts" / "launch_local.py"),
-        "--processes",
-        "2",
-        "--grace",
-        "60",
-    ]
-    command = [
-        *launcher,
-        "--devices-per-process",
-        "1",
-        "--",
-        *quick_python(),
-        "-c",
-        PROGRAM,
-        str(directory),
-        str(process),
-        how,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300
-    )
+    words = [*quick_python(), "-c", PROGRAM, str(directory), str(process), how]
+    return run_launched(words, "--grace", "60", processes=2, devices=1)
 
 
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(
+    ("process", "how", "code", "reason"),
+    [
+        (0, "failed", 2, "the disk is full."),
+        (1, "failed", 2, "the disk is full."),
+        (1, "bug", 1, "AssertionError: a bug"),
+    ],
+)
 def test_if_one_fails_the_others_say_who_and_why_and_exit_with_its_code(
-    process, tmp_path
+    process, how, code, reason, tmp_path
 ):
     began = time.monotonic()
-    ended = launch(tmp_path, process, "failed")
+    ended = launch(tmp_path, process, how)
     assert time.monotonic() - began < 60  # the grace of the launcher, and no signal
-    assert ended.returncode == 2
-    errors = [line for line in ended.stderr.splitlines() if "error:" in line]
-    own, other = sorted(errors, key=lambda line: "failed with exit code" in line)
-    assert own == f"[{process}] error: the disk is full."
-    assert other.startswith(f"[{1 - process}] error: process {process} ")
-    assert other.endswith("has failed with exit code 2: the disk is full.")
-    assert not [*tmp_path.iterdir()]  # stacks are of a run that hangs
-
-
-def test_a_bug_of_one_ends_the_others_with_1(tmp_path):
-    ended = launch(tmp_path, 1, "bug")
-    assert ended.returncode == 1
-    (said,) = [
-        line for line in ended.stderr.splitlines() if line.startswith("[0] error:")
+    assert ended.returncode == code
+    (other,) = [
+        line
+        for line in ended.stderr.splitlines()
+        if line.startswith(f"[{1 - process}] error: ")
     ]
-    assert said.endswith("has failed with exit code 1: AssertionError: a bug")
+    assert other.startswith(f"[{1 - process}] error: process {process} ")
+    assert other.endswith(f"has failed with exit code {code}: {reason}")
+    assert not [*tmp_path.iterdir()]  # stacks are of a run that hangs
 
 
 def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
@@ -107,20 +81,6 @@ def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
     assert (tmp_path / "stacks-1.txt").read_text().startswith(said.removeprefix("[1] "))
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_watched_process_has_a_heartbeat_far_above_any_limit(process, monkeypatch):
-    signals = []
-    monkeypatch.setattr(
-        watched_hosts,
-        "_LIBC",
-        SimpleNamespace(signal=lambda number, _: signals.append(number)),
-    )
-    most = 4 * 86400  # of the least limit's most, before a phase has been done once
-    arguments = watched_arguments(process, lambda: None)
-    assert arguments["heartbeat_timeout_seconds"] > most
-    assert signals == ([signal.SIGABRT] if process == 1 else [])
-
-
 def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -131,21 +91,3 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
         )
         assert coordinator_answers()
     assert not coordinator_answers()
-    monkeypatch.setattr(
-        watched_hosts.distributed,
-        "global_state",
-        SimpleNamespace(coordinator_address=None),
-    )
-    assert not coordinator_answers()
-
-
-@pytest.mark.parametrize("answers", [False, True])
-def test_the_watchdog_handles_an_abort_only_if_process_0_is_gone(answers, monkeypatch):
-    did = []
-    monkeypatch.setattr(watched_hosts, "coordinator_answers", lambda: answers)
-    monkeypatch.setattr(
-        watched_hosts, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
-    )
-    monkeypatch.setattr(watched_hosts, "_if_gone", lambda: did.append("gone"))
-    watched_hosts._on_abort(signal.SIGABRT)
-    assert did == ([(signal.SIGABRT, None)] if answers else ["gone"])

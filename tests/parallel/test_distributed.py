@@ -4,8 +4,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -69,33 +67,6 @@ def test_simulated_devices_get_two_threads_each(flags, before, threads, monkeypa
     assert os.environ.get("NPROC") == threads
 
 
-def launch(program, *, grace):
-    """The program as two processes with two devices each."""
-    launcher = [
-        sys.executable,
-        str(REPOSITORY / "scripts" / "launch_local.py"),
-        "--processes",
-        "2",
-    ]
-    return subprocess.run(
-        [
-            *launcher,
-            "--devices-per-process",
-            "2",
-            "--grace",
-            grace,
-            "--",
-            *quick_python(),
-            "-c",
-            START + program,
-        ],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def start(program, **told):
     """The program as a process that is told this by its environment."""
     return subprocess.Popen(
@@ -145,24 +116,6 @@ def test_two_processes_of_two_devices_that_slurm_has_started_are_four_devices_an
         assert f"{number} 2 4 2 {{1111.0}}" in output.splitlines()
 
 
-def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others():
-    started = time.monotonic()
-    result = launch(
-        """
-def main(argv):
-    start_devices()
-    if jax.process_index() == 1:
-        raise UserError('steps=0 is wrong')
-    time.sleep(600)
-sys.exit(run_command(main))
-""",
-        grace="1",
-    )
-    assert result.returncode == 2
-    assert "[1] error: steps=0 is wrong" in result.stderr.splitlines()
-    assert time.monotonic() - started < 60
-
-
 def test_processes_that_wait_for_others_in_vain_end_in_time():
     """Of four processes the last two never start; of two, process 0 does not."""
 
@@ -190,15 +143,6 @@ def test_processes_that_wait_for_others_in_vain_end_in_time():
             f"error: not all of the {count} processes have connected"
         )
     assert [process.returncode for process in waiting] == [1, 1, 1]
-
-
-@pytest.mark.fast
-def test_a_half_described_run_is_refused(monkeypatch):
-    variables = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-    for variable, text in zip(variables, ("localhost", "2", "0"), strict=True):
-        monkeypatch.setenv(variable, text)
-    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS=localhost"):
-        start_devices(timeout_seconds=1)
 
 
 def test_a_port_that_is_taken_is_refused():

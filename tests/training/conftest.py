@@ -15,7 +15,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.checkpoint import Checkpointer, TrainProgress, fingerprint
-from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
@@ -150,7 +150,7 @@ class Setup:
         self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None
     ):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            function = GradientLoop(self.parts).of_step
+            function = functools.partial(step_gradients, self.parts)
             return jax.device_get(
                 jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen)
             )

@@ -14,7 +14,7 @@ import pytest
 from maxtext_lite.analysis import equiv as equivalence
 from maxtext_lite.analysis.equiv import Split, compare_splits
 from maxtext_lite.config import UserError
-from maxtext_lite.training.gradients import GradientLoop
+from maxtext_lite.training import gradients
 from tests.conftest import use_one_device
 
 WAYS = {
@@ -28,17 +28,17 @@ TRAIN_ALL, RUN_ON = equivalence._train_all, equivalence._run_on
 
 def train_all(path, runs, directory, ended):
     """`equivalence._train_all`; in the second split's run a replica's gradients are taken for those of all."""
-    total = GradientLoop.total
+    total = gradients.sum_over_replicas
 
-    def first_alone(self, sums, **how):
+    def first_alone(parts, sums, *others):
         own = jax.tree.map(
             lambda g_R: jnp.broadcast_to(g_R[:1], g_R.shape), sums.gradients
         )
-        return total(self, sums._replace(gradients=own), **how)
+        return total(parts, sums._replace(gradients=own), *others)
 
     for run in runs:
         with mock.patch.object(
-            GradientLoop, "total", first_alone if run[0] == "2" else total
+            gradients, "sum_over_replicas", first_alone if run[0] == "2" else total
         ):
             TRAIN_ALL(path, [run], directory, ended)
 

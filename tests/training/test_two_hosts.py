@@ -1,15 +1,10 @@
 """One host of two cannot read or write, or is told to stop: what both say, how they end, and what is saved."""
 
 import json
-import os
-import random
-import subprocess
-import sys
 
 import pytest
 
-from tests.processes import quick_python
-from tests.source_tree import REPOSITORY
+from tests.processes import quick_python, run_launched
 
 # The process that WHO names fails; one that is killed is in tests/parallel/test_coordination.py.
 PROGRAM = """
@@ -63,27 +58,16 @@ optimizer=sgd log_to= run_name=run
 def test_both_end_with_one_code_and_the_other_says_who_and_why(
     how, who, code, said, tmp_path
 ):
-    words, text = random.Random(0), tmp_path / "documents.jsonl"
-    text.write_text(
-        "".join(
-            json.dumps({"text": "to be " * words.randint(1, 9)}) + "\n"
-            for _ in range(400)
-        )
-    )
-    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py")]
-    launcher += ["--processes", "2", "--devices-per-process", "1", "--grace", "60"]
+    text = tmp_path / "documents.jsonl"
+    lines = [json.dumps({"text": "to be " * (1 + n % 9)}) + "\n" for n in range(400)]
+    text.write_text("".join(lines))
     keys = [
         *KEYS.split(),
         f"dataset_path={text}",
         f"base_output_directory={tmp_path}",
     ]
-    ended = subprocess.run(
-        [*launcher, "--", *quick_python(), "-c", PROGRAM, how, str(who), *keys],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [*quick_python(), "-c", PROGRAM, how, str(who), *keys]
+    ended = run_launched(words, "--grace", "60", processes=2, devices=1)
     assert ended.returncode == code, ended.stderr
     errors = [line for line in ended.stderr.splitlines() if "error:" in line]
     checkpoints = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

@@ -1,0 +1,275 @@
+"""Rotary positions in config.json: rope_parameters of transformers 5, or rope_theta and rope_scaling of version 4."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.keys import ROPE_ENTRIES, ModelConfig
+from maxtext_lite.hf.fields import Fields, JsonObject, is_whole
+from maxtext_lite.hf.layers import GLOBAL, LOCAL
+from maxtext_lite.hf.parts import Part, is_real
+
+# In a config.json, ntk is called dynamic.
+SCALINGS = {kind: needed + optional for kind, (needed, optional) in ROPE_ENTRIES.items() if kind != "ntk"}
+"""The entries of each rope_type of a config.json."""
+
+
+@dataclass(frozen=True)
+class RopeFields(Part):
+    """The rotation of a family whose layers all have the same.
+
+    Attributes:
+      theta: the default base of wavelengths.
+      partial: the default share of a head that is rotated; None: the family rotates whole heads.
+      scaling: `rope_parameters` if a config.json has neither field.
+      theta_name, partial_name: of the fields for the base and the share.
+      original: the default of `original_max_position_embeddings`, for a family with that field.
+      types: the only rope_types of this family, by the words for each; {}: all of them.
+      alpha: a `dynamic` rotation may have the entry `alpha`, which makes it ntk. Other families do not read the entry.
+    """
+
+    theta: float
+    _: KW_ONLY
+    partial: float | None = None
+    scaling: JsonObject = field(default_factory=dict[str, Any])
+    theta_name: str = "rope_theta"
+    partial_name: str = "partial_rotary_factor"
+    original: int = 0
+    types: Mapping[str, str] = field(default_factory=dict[str, str])
+    alpha: bool = False
+
+    def read(self, fields: Fields) -> JsonObject:
+        new = fields.mapping("rope_parameters")
+        old = fields.mapping("rope_scaling")
+        for entry in old.keys() & new.keys():
+            if old[entry] != new[entry]:
+                fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
+        # An empty rope_parameters leaves nothing to the family's default.
+        is_unsaid = fields.peek("rope_parameters") is None and not fields.peek("rope_scaling")
+        usual = dict(self.scaling) if is_unsaid else {}
+        name = "rope_scaling" if old else "rope_parameters"
+        fields.names["rope_scaling"] = name
+        return self.keys_of(fields, name, old or new or usual)
+
+    def keys_of(self, fields: Fields, name: str, parameters: JsonObject) -> JsonObject:
+        """The keys by the field `name` with these entries, and by the fields beside it."""
+        theta = _stated(fields, name, parameters, "rope_theta", self.theta_name, self.theta)
+        share = _stated(fields, name, parameters, "partial_rotary_factor", self.partial_name, self.partial or 1.0)
+        fields.names |= {"rope_max_timescale": self.theta_name, "partial_rotary_factor": self.partial_name}
+        if share != 1 and not self.partial:
+            fields.refuse("partial_rotary_factor", share, "has no effect in this family in every version; remove it.")
+        length = fields.whole("original_max_position_embeddings", self.original, least=0)
+        if length and parameters:
+            parameters["original_max_position_embeddings"] = length
+        scaling = read_scaling(fields, name, parameters, types=self.types, alpha=self.alpha)
+        return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        if self.partial is None:
+            fields = _written(config, {})
+        else:
+            share = config.partial_rotary_factor
+            fields = _written(config, {"partial_rotary_factor": share}) | {self.partial_name: share}
+        fields[self.theta_name] = fields.pop("rope_theta")
+        return fields
+
+
+def _stated(fields: Fields, mapping: str, parameters: JsonObject, entry: str, name: str, default: float) -> Any:
+    """A field's value, or that of an entry of the mapping; if both are stated, they must agree."""
+    value = parameters.pop(entry, None)
+    beside = fields.take(name, value)
+    if value is not None and beside != value:
+        fields.refuse(name, beside, f"contradicts {mapping}, in which it is {value_text(value)}.")
+    return default if beside is None else beside
+
+
+def read_scaling(
+    fields: Fields, name: str, parameters: JsonObject, *, types: Mapping[str, str], alpha: bool = False
+) -> JsonObject:
+    """The rope_scaling of the field `name`, from its entries without the base; `types` and `alpha` as in RopeFields."""
+    given = {entry: value for entry, value in parameters.items() if value is not None}
+    stated = [given.pop(word) for word in ("rope_type", "type") if word in given]
+    kinds = [types.get(str(word), word) for word in stated]
+    kind = kinds[0] if kinds else "default"
+    if len(kinds) == 2 and kinds[1] != kind:
+        fields.refuse(name, parameters, "names two types: rope_type and type.")
+    if kind == "default":
+        given.pop("original_max_position_embeddings", None)
+        if given:
+            fields.refuse(name, parameters, f"has {value_text(any_of(list(given)))}, which rope_type default does not.")
+        return {}
+    if alpha and kind == "dynamic" and given.get("alpha"):  # nothing else is read then
+        return {"rope_type": "ntk", "factor": given["alpha"]}
+    known = list(dict.fromkeys(types.values())) or list(SCALINGS)
+    if kind not in known:
+        fields.refuse(name, kind, f"cannot be expressed: a rope_type must be default, {any_of(known)}.")
+        return {}
+    length = fields.peek("max_position_embeddings")
+    if length is not None and not is_whole(length, 1):
+        fields.refuse("max_position_embeddings", length, "is not an integer of at least 1.")
+        length = 1
+    if "original_max_position_embeddings" in SCALINGS[kind]:
+        if kind == "dynamic":  # transformers reads max_position_embeddings alone
+            given.pop("original_max_position_embeddings", None)
+        original = given.setdefault("original_max_position_embeddings", length)
+        if original is None:
+            where = "max_position_embeddings beside it" if kind == "dynamic" else "original_max_position_embeddings"
+            fields.refuse(name, parameters, f"lacks {where}.")
+        elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
+            given["factor"] = max(length / original, 1.0)
+    if kind == "yarn" and "attention_factor" in given:
+        # An attention_factor overrides both in the rotation, but mscale_all_dim also scales DeepSeek's scores.
+        given.pop("mscale", None)
+    for entry in given:
+        if entry not in SCALINGS[kind]:
+            fields.refuse(name, parameters, f"has {value_text(entry)}, which is not known of rope_type {kind}.")
+    return {"rope_type": kind} | given
+
+
+def _written(config: ModelConfig, more: JsonObject) -> JsonObject:
+    """The fields of both versions, with more entries in rope_parameters."""
+    theta = config.rope_max_timescale
+    if config.rope_scaling is None:
+        parameters = {"rope_theta": theta, "rope_type": "default", **more}
+        return {"rope_parameters": parameters, "rope_theta": theta, "rope_scaling": None}
+    scaling = config.rope_scaling.to_mapping()
+    beside: JsonObject = {}
+    if scaling["rope_type"] == "dynamic":  # where transformers reads the original length
+        beside["max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "longrope":  # a family with this field reads no other
+        beside["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "ntk":  # in Hunyuan's words
+        scaling = {"rope_type": "dynamic", "factor": 1.0, "alpha": scaling["factor"]}
+    parameters = {"rope_theta": theta, **scaling, **more}
+    return {"rope_parameters": parameters, "rope_theta": theta, "rope_scaling": parameters, **beside}
+
+
+def _with_entries(fields: JsonObject, **entries: object) -> JsonObject:
+    """The fields with more entries in each object that describes the rotation."""
+    objects = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields[name] is not None}
+    return fields | {name: stated | entries for name, stated in objects.items()}
+
+
+class PositionScaling(RopeFields):
+    """Ministral 3's rotation, and queries that grow with each multiple of its original length."""
+
+    def keys_of(self, fields: Fields, name: str, parameters: JsonObject) -> JsonObject:
+        scale = parameters.pop("llama_4_scaling_beta", None)
+        parameters.pop("max_position_embeddings", None)  # not read by transformers
+        keys = super().keys_of(fields, name, parameters)
+        length = keys["rope_scaling"].get("original_max_position_embeddings")
+        if not is_real(scale) or length is None:
+            why = "must be a number beside an original_max_position_embeddings."
+            fields.refuse("llama_4_scaling_beta", scale, why)
+        elif scale:
+            keys["position_temperature"] = {"scale": float(scale), "floor_scale": length}
+        return keys
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        tuning = config.position_temperature
+        return _with_entries(super().write(config), llama_4_scaling_beta=tuning.scale if tuning else 0.0)
+
+
+class MultipliedRope(RopeFields):
+    """Phi-3.5-MoE's rotation: longrope with a multiplier of cosines and sines for short and for long documents.
+
+    transformers uses the short factors at every length, and so does this.
+    """
+
+    def keys_of(self, fields: Fields, name: str, parameters: JsonObject) -> JsonObject:
+        parameters.pop("long_factor", None)
+        short = parameters.pop("short_mscale", None)
+        long = parameters.pop("long_mscale", None)
+        keys = super().keys_of(fields, name, parameters)
+        scaling = keys["rope_scaling"]
+        if not scaling:
+            return keys
+        if scaling["rope_type"] != "longrope":
+            fields.refuse("rope_scaling", scaling["rope_type"], "cannot be expressed: it must be longrope.")
+        elif not is_real(short) or not short or short != long:
+            why = "cannot be expressed: it must be a number above 0, and both the same."
+            fields.refuse("short_mscale and long_mscale", [short, long], why)
+        else:
+            scaling |= {"long_factor": scaling.get("short_factor"), "attention_factor": float(short)}
+        return keys
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        fields = super().write(config)
+        if config.rope_scaling is None:
+            return fields
+        factor = config.rope_scaling.attention_factor
+        return _with_entries(fields, short_mscale=factor, long_mscale=factor)
+
+
+class RotaryDim(RopeFields):
+    """MiniMax's rotation, whose share of a head is also stated in dims."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        keys = super().read(fields)
+        width = fields.size("head_dim", 128)
+        dims = fields.whole("rotary_dim", width)
+        if dims != width:
+            if keys["partial_rotary_factor"] not in (1.0, dims / width):
+                fields.refuse("rotary_dim", dims, f"contradicts partial_rotary_factor={keys['partial_rotary_factor']}.")
+            keys["partial_rotary_factor"] = dims / width
+        return keys
+
+
+@dataclass(frozen=True)
+class RopeByLayerType(Part):
+    """Rotary positions by the kind of layer: local layers have a base of their own and no scaling.
+
+    Attributes:
+      theta, local_theta: the default bases.
+      has_field: the local base has a field, `rope_local_base_freq`.
+    """
+
+    theta: float = 1_000_000.0
+    local_theta: float = 10_000.0
+    has_field: bool = True
+
+    def read(self, fields: Fields) -> JsonObject:
+        new = fields.mapping("rope_parameters")
+        old = fields.mapping("rope_scaling")
+        parts = {kind: new.pop(kind, {}) for kind in (GLOBAL, LOCAL)}
+        for kind, part in parts.items():
+            if not isinstance(part, dict):
+                new[kind] = part
+                parts[kind] = {}
+        for name, value in new.items():
+            why = f"is not an object of the entries of {GLOBAL} and {LOCAL}."
+            fields.refuse("rope_parameters", {name: value}, why)
+        if "type" in old and "rope_type" not in old:
+            fields.refuse("rope_scaling", old, "says type, which transformers does not read here: say rope_type.")
+        whole = parts[GLOBAL] | old
+        local = dict(parts[LOCAL])
+        theta = _stated(fields, "rope_parameters", whole, "rope_theta", "rope_theta", self.theta)
+        if self.has_field:
+            base = "rope_local_base_freq"
+            local_theta = _stated(fields, "rope_parameters", local, "rope_theta", base, self.local_theta)
+        else:
+            local_theta = local.pop("rope_theta", self.local_theta)
+        name = "rope_scaling" if old else "rope_parameters"
+        fields.names |= {
+            "rope_max_timescale": "rope_theta",
+            "rope_local_max_timescale": "rope_local_base_freq",
+            "rope_scaling": name,
+        }
+        if read_scaling(fields, "rope_parameters", local, types={}):
+            fields.refuse("rope_parameters", local, f"scales the rotation of {LOCAL}; only that of the rest can be.")
+        return {
+            "rope_max_timescale": theta,
+            "rope_local_max_timescale": local_theta if fields.has_local_layers else 0.0,
+            "rope_scaling": read_scaling(fields, name, whole, types={}),
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        fields = _written(config, {})
+        fields.pop("original_max_position_embeddings", None)  # only rope_parameters is read for it
+        local = config.rope_local_max_timescale or config.rope_max_timescale
+        of_local = {"rope_theta": local, "rope_type": "default"}
+        fields["rope_parameters"] = {GLOBAL: fields["rope_parameters"], LOCAL: of_local}
+        if self.has_field:
+            fields["rope_local_base_freq"] = local
+        return fields
