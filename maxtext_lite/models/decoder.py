@@ -45,17 +45,6 @@ def graph_of(layer: Callable[..., Block]) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
 
 
-def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """A layer whose parameters are those of all layers, stacked on a leading dim."""
-
-    def create(key: Array) -> Any:
-        return nnx.state(layer(rngs=nnx.Rngs(params=key)))
-
-    params = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
-    params = jax.tree.map(lambda param: param.replace(axes=(axis, *param.axes)), params, is_leaf=_is_param)
-    return nnx.merge(graph_of(layer), params)
-
-
 def _is_param(node: Any) -> bool:
     return isinstance(node, nnx.Param)
 
@@ -203,9 +192,17 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
     return mixed
 
 
-def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
+def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> Any:
+    """A layer whose parameters are those of all layers of a stack, on a leading dim."""
     layer = functools.partial(block, shape.of_stack(path))
-    return stacked(path.partition("/")[0], layer, len(shape.stacks[path]), rngs)
+    axis, _, _ = path.partition("/")
+
+    def create(key: Array) -> Any:
+        return nnx.state(layer(rngs=nnx.Rngs(params=key)))
+
+    params = jax.vmap(create)(jax.random.split(rngs.params(), len(shape.stacks[path])))
+    params = jax.tree.map(lambda param: param.replace(axes=(axis, *param.axes)), params, is_leaf=_is_param)
+    return nnx.merge(graph_of(layer), params)
 
 
 @functools.lru_cache(maxsize=64)

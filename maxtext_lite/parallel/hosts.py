@@ -15,11 +15,10 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -185,10 +184,10 @@ class Flag:
 
 Compiler = Literal["gpu", "tpu"]
 
-VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
+VARIABLES: Mapping[Compiler, str] = {"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
 """The environment variable that each compiler reads its flags from, once, when it starts."""
 
-FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = {
     "gpu": (Flag(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         str(2 << 20),
@@ -200,13 +199,14 @@ FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({
         "98304",
         "fusions around matmuls may hold larger tiles on the chip: 9 to 11 % fewer cycles of a dense layer",
     ),),
-})  # fmt: skip
+}  # fmt: skip
 """What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
 
 
-_LIBRARIES: Mapping[Compiler, tuple[str, ...]] = MappingProxyType(
-    {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-)
+_LIBRARIES: Mapping[Compiler, tuple[str, ...]] = {
+    "gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "tpu": ("libtpu",),
+}
 
 
 def installed_compilers() -> tuple[Compiler, ...]:
@@ -254,7 +254,6 @@ def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None
 
 
 _SIMULATED = "--xla_force_host_platform_device_count="
-_NAME_SERVER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0
 
 
@@ -383,15 +382,11 @@ def _require_host(found: ProcessInfo, address: str) -> None:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return
     host = address.rpartition(":")[0].strip("[]")
-    until = time.monotonic() + _NAME_SERVER_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as error:
-            if error.errno != socket.EAI_AGAIN or time.monotonic() > until:  # EAI_AGAIN: no name server answers now
-                raise UserError(f"{found.stated_by}: the host {host} is not known here ({error.strerror}).") from None
-        time.sleep(1)
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:  # no name server answers now: jax tries again
+            raise UserError(f"{found.stated_by}: the host {host} is not known here ({error.strerror}).") from None
 
 
 def end_soon(code: int) -> None:
