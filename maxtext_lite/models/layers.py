@@ -308,15 +308,15 @@ class Embedding(nnx.Module):
 class BiasedHead(NamedTuple):
     """An output projection and the bias added to its logits."""
 
-    projection_DV: Array
-    bias_V: Array
+    projection_DV: jax.Array
+    bias_V: jax.Array
 
 
-OutputHead = Array | BiasedHead
+OutputHead = jax.Array | BiasedHead
 """The map from final hidden states to logits [B, T, V]: a projection [D, V], with or without a bias."""
 
 
-def projected(x_BTD: Array, head: OutputHead) -> Array:
+def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
     """The head's logits [B, T, V], float32."""
     head_DV, bias_V = head if isinstance(head, BiasedHead) else (head, None)
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
