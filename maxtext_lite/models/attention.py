@@ -377,22 +377,19 @@ class Layout:
         missing = self.padded_run - self.run
         if not missing:
             return x
-        x = x.reshape(*x.shape[:axis], self.num_runs, self.run, *x.shape[axis + 1 :])
-        x = jnp.pad(x, [(0, missing * (dim == axis + 1)) for dim in range(x.ndim)], constant_values=value)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        pads = [(0, 0)] * (x.ndim + 1)
+        pads[axis + 1] = (0, missing)
+        return _joined(jnp.pad(self._runs(x, axis), pads, constant_values=value), axis)
 
     def unpad(self, x: Array, axis: int) -> Array:
         """`x` without the padding."""
         if self.padded_run == self.run:
             return x
-        x = x.reshape(*x.shape[:axis], self.num_runs, self.padded_run, *x.shape[axis + 1 :])
-        x = jax.lax.slice_in_dim(x, 0, self.run, axis=axis + 1)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return _joined(jax.lax.slice_in_dim(self._runs(x, axis), 0, self.run, axis=axis + 1), axis)
 
-    @property
-    def whole(self) -> Strip:
-        """The strip that is a whole tile."""
-        return Strip(0, self.tile, 0, self.tile)
+    def _runs(self, x: Array, axis: int) -> Array:
+        """`x` with dim `axis` as two: the runs, and the tokens of each."""
+        return x.reshape(*x.shape[:axis], self.num_runs, -1, *x.shape[axis + 1 :])
 
     def own_tiles(self) -> list[Tiles]:
         """The tiles of a device's queries with its own keys."""
@@ -409,7 +406,9 @@ class Layout:
             elif strips := self._strips(distance):
                 found.append(Tiles(query, query - distance, distance, strips))
         if far_queries:
-            found.append(Tiles(np.concatenate(far_queries), np.concatenate(far_keys), None, [self.whole]))
+            found.append(
+                Tiles(np.concatenate(far_queries), np.concatenate(far_keys), None, [Strip(0, self.tile, 0, self.tile)])
+            )
         if self.num_runs > 1:
             found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
         return found
@@ -440,7 +439,7 @@ class Layout:
             distance = (apart[:, None] + query - key).ravel()
         query = (self.padded_run * query_run[:, None] + query).ravel()
         key = (self.padded_run * key_run[:, None] + key).ravel()
-        return Tiles(query, key, distance, [self.whole])
+        return Tiles(query, key, distance, [Strip(0, self.tile, 0, self.tile)])
 
     def _start(self, shard: Array, run: Any) -> Array:
         """The first token of a shard's run, by its number in the example."""
@@ -506,6 +505,11 @@ class Layout:
         if len(tiles.query) > 1:
             return jax.lax.scan(lambda state, at: (visit(state, *at), None), state, places)[0]
         return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in places))
+
+
+def _joined(x: Array, axis: int) -> Array:
+    """`x` with dims `axis` and `axis` + 1 as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 _HEADS = ("batch", "length", "activation_heads", None)
