@@ -69,14 +69,16 @@ class EightBits(NamedTuple):
     """A number format of matmuls with layers' weights: eight bits with scales.
 
     Attributes:
-      forward: dtype of x and W.
-      backward: dtype of g.
-      quantizes_weight_gradient: dW uses these dtypes for x and g too; False: dW uses x and g unquantized.
+      dtype: of x, W and g.
+      quantizes_weight_gradient: dW uses it for x and g too; False: dW uses x and g unquantized.
     """
 
-    forward: Any
-    backward: Any
+    dtype: Any
     quantizes_weight_gradient: bool
+
+    def scaled(self, x: Array, dims: tuple[int, ...]) -> Scaled:
+        """x with a scale for its numbers along `dims` together."""
+        return in_eight_bits(x, largest_magnitude(x, dims), self.dtype)
 
     # ---- A projection
 
@@ -86,7 +88,7 @@ class EightBits(NamedTuple):
         It is rounded in its shards, so eight bits and the scales cross `fsdp`.
         """
         lying = constrain(weight_io, axes)
-        scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), self.forward)
+        scaled = self.scaled(lying, (0,))
         in_axis, out_axis = axes_in_use(axes)
         whole = (in_axis, out_axis)
         numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), whole))
@@ -94,14 +96,13 @@ class EightBits(NamedTuple):
 
     def times(self, x_BTi: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """x W, [B, T, o] in the dtype of x."""
-        x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), self.forward)
+        x = self.scaled(x_BTi, (2,))
         total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
         return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
 
     def times_transposed(self, g_BTo: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """g W^T, [B, T, i] in the dtype of g."""
-        scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
-        g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), self.backward)
+        g = self.scaled(g_BTo.astype(jnp.float32) * weight.scale, (2,))
         total_nBTi = _totals(g.numbers, weight.numbers.T, axes[1])
         return _added_up(total_nBTi.astype(jnp.float32) * g.scale, g_BTo.dtype)
 
@@ -123,17 +124,17 @@ class EightBits(NamedTuple):
         g_rnmcto = _rows_first(g_BTo, tokens, out_axis)
 
         def of_row(x: Array, g: Array) -> Array:
-            x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), self.forward)
-            g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), self.backward)
-            totals = dtype_of_totals(self.forward)
+            x_nmcti = self.scaled(x, (2, 3))
+            g_nmcto = self.scaled(g, (2, 3))
+            totals = dtype_of_totals(self.dtype)
             total = jnp.einsum("nmcti,nmcto->nmcio", x_nmcti.numbers, g_nmcto.numbers, preferred_element_type=totals)
             sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
             return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
 
         sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
         if len(x_rnmcti) > 1:
-            add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
-            sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
+            rest = (x_rnmcti[1:], g_rnmcto[1:])
+            sums_nmcio, _ = jax.lax.scan(lambda sums, row: (sums + of_row(*row), None), sums_nmcio, rest)
         dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
         sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
         # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into
@@ -146,7 +147,7 @@ class EightBits(NamedTuple):
     def whole_weight(self, weight_Eio: Array, axes: tuple[str, ...]) -> Scaled:
         """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
         in_axis, out_axis = axes[1:]
-        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.forward)
+        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.dtype)
         dim = axes.index("expert_embed")
         numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
         scale = gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale
@@ -158,7 +159,7 @@ class EightBits(NamedTuple):
         Args:
           axis: logical axis of rows' entries; a row's largest magnitude is found over its shards.
         """
-        x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), self.forward)
+        x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), self.dtype)
         return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
 
     def rows_times_transposed(
@@ -170,13 +171,13 @@ class EightBits(NamedTuple):
           axis: as in `rows_times`.
         """
         scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
-        g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), self.backward)
+        g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), self.dtype)
         return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
 
 
-INT8 = EightBits(jnp.int8, jnp.int8, quantizes_weight_gradient=True)
-FP8 = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=False)
-FP8_FULL = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=True)
+INT8 = EightBits(jnp.int8, quantizes_weight_gradient=True)
+FP8 = EightBits(jnp.float8_e4m3fn, quantizes_weight_gradient=False)
+FP8_FULL = EightBits(jnp.float8_e4m3fn, quantizes_weight_gradient=True)
 
 
 def _sent(numbers: Array, send: Callable[[Array], Array]) -> Array:

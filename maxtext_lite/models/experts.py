@@ -714,7 +714,6 @@ def _folded(size_RE: Array, num_rows: int) -> tuple[Array, Array]:
 
     Rows after a set's last group go to the very end.
     """
-    num_sets = size_RE.shape[0]
     used_R = jnp.sum(size_RE, axis=1)
     before_R = jnp.cumsum(used_R) - used_R
     unused_before_R = jnp.cumsum(num_rows - used_R) - (num_rows - used_R)
@@ -724,8 +723,8 @@ def _folded(size_RE: Array, num_rows: int) -> tuple[Array, Array]:
         before_R[:, None] + row_U,
         jnp.sum(used_R) + unused_before_R[:, None] + row_U - used_R[:, None],
     )
-    to = to_RU.reshape(num_sets * num_rows)
-    return to, jnp.zeros_like(to).at[to].set(jnp.arange(num_sets * num_rows))
+    to = to_RU.reshape(-1)
+    return to, _inverse(to)
 
 
 def _mappable(function: Callable[..., Array], rows_out: bool) -> Callable[..., Array]:
