@@ -113,7 +113,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
     said = [f"{_name(i, stamp)} in {stamp.where} for {seconds:.0f} s" for i, (stamp, seconds) in behind.items()]
     rest = "; the others wait" if len(behind) < len(seen) else ""
     limit = min(stamp.limit for stamp, _ in behind.values())
-    return Verdict(f"nothing moves: {_listed(said)}, more than {limit:.0f} s{rest}")
+    return Verdict(f"no progress: {_listed(said)}, more than {limit:.0f} s{rest}")
 
 
 def coordinator_lost(stamp: Stamp | None) -> Verdict:

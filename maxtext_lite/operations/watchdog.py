@@ -141,7 +141,7 @@ class Watchdog(Observer):
         self._directory = directory
 
     def seconds_to_join(self, seconds: float) -> float:
-        """At most half of the time after which nothing moves, so that the wait for the others ends first."""
+        """At most half of the time without progress, so that the wait for the others ends first."""
         return min(seconds, self.stamp().limit / 2)
 
     def before_joining(self, process: int) -> dict[str, Any]:
