@@ -65,6 +65,9 @@ WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that do not change a model's logits."""
 
+WEIGHTS_FIELD = "transformers_weights"
+"""The field that names the file with the weights, or its index; transformers then reads no other."""
+
 NEVER_NULL = frozenset({
     "activation_function", "attention_bias", "attention_multiplier", "attention_out_bias", "attn_scale",
     "attn_temperature_tuning", "decoder_sparse_step", "embedding_multiplier", "first_k_dense_replace", "floor_scale",

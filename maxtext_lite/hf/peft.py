@@ -199,15 +199,12 @@ def _matrices(adapter: Adapter, modules: set[str]) -> Callable[[str, str, tuple[
     """A function that reads a module's A or B, of the given shape."""
     file, where = adapter.directory / WEIGHTS, f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
     stored = stored_in(file)
-    for names, what in (
-        ({module for module in modules - adapter.ranks.keys() if adapter.adapts(module)}, "has no matrices for"),
-        (adapter.ranks.keys() - modules, "has matrices for modules without adapters in this model:"),
-    ):
-        if names:
-            raise UserError(
-                f"{where} {what} {any_of(sorted(names)[:3])}. All layers have them, or none, but for what "
-                "exclude_modules and layers_to_transform leave out."
-            )
+    lacking = [module for module in modules - adapter.ranks.keys() if not adapter.fields.leaves_out(module)]
+    others = adapter.ranks.keys() - modules
+    if lacking:
+        raise UserError(f"{where} has no matrices for {any_of(sorted(lacking)[:3])}: all layers have them, or none.")
+    if others:
+        raise UserError(f"{where} has matrices for {any_of(sorted(others)[:3])}, which this model has no adapters for.")
 
     def read(module: str, which: str, shape: tuple[int, int]) -> np.ndarray:
         name = f"base_model.model.{module}.lora_{which}.weight"
@@ -246,35 +243,12 @@ def _layers_of(
         a, b = read(module, "A", (width, num_in)), np.float32(factor) * read(module, "B", (num_out, width))
         present = [weight for weight in weights if weight in targets]
         start = present.index(weights[part]) * rank if rank < width else 0
-        b = b[:, start : start + rank]
-        others = [other for other in range(len(weights)) if other != part] if rank < width or present != weights else []
-        if any(_to_columns(entry.name, other, b, sizes, inputs).any() for other in others):
-            raise UserError(
-                f"{adapter.directory / WEIGHTS}: columns {start} to {start + rank - 1} of lora_B of {module} are not "
-                f"those of {weights[part]} alone, as {SIDE_BY_SIDE} in its metadata says."
-            )
+        a = a[start : start + rank]
+        b = _to_columns(entry.name, part, b[:, start : start + rank], sizes, inputs)
         at = np.unravel_index(layer, entry.layer_dims)
-        a, b = a[start : start + rank], _to_columns(entry.name, part, b, sizes, inputs)
-        if rank > adapter.rank:
-            at_own = _own_columns(b, adapter, module)
-            a, b, rank = a[at_own], b[at_own], adapter.rank
         of_a[at][..., :rank] = _to_rows(entry.name, a, lengths)
         of_b[at][:rank] = b
     return {"a": of_a, "b": of_b}
-
-
-def _own_columns(b: np.ndarray, adapter: Adapter, module: str) -> slice:
-    """Of B [several r, *out] of a weight the stretch that is not 0, or else the first."""
-    starts = range(0, len(b), adapter.rank)
-    own = [start for start in starts if b[start : start + adapter.rank].any()]
-    if len(own) > 1:
-        raise UserError(
-            f"{adapter.directory / CONFIG}: rank_pattern gives {module} {len(b)} columns, not {adapter.rank} for each "
-            f"of {', '.join(adapter.ranks[module].targets)} alone. Nearest that works: no lora_rank, as the adapter "
-            "decides it."
-        )
-    start = own[0] if own else 0
-    return slice(start, start + adapter.rank)
 
 
 def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
