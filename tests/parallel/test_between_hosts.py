@@ -11,14 +11,13 @@ from maxtext_lite.parallel import (
     bytes_of_host,
     exchange,
     make_any_host,
-    make_mesh,
     on_first_host,
     value_of_host,
 )
 from maxtext_lite.parallel import (
     hosts as between_hosts,
 )
-from maxtext_lite.parallel.mesh import MESH_AXES
+from tests.meshes import mesh_of
 from tests.parallel.wire import NUM_HOSTS, joined_hosts
 
 
@@ -97,8 +96,7 @@ def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
 
 
 def test_a_flag_is_raised_where_any_host_raises_it():
-    ones = dict.fromkeys(MESH_AXES, 1)
-    any_host = make_any_host(make_mesh(ones | {"data": 4, "tensor": 2}, ones))
+    any_host = make_any_host(mesh_of(data=4, tensor=2))
     assert not bool(any_host(False))
     raised = any_host(True)
     assert bool(raised)
