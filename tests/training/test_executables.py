@@ -16,7 +16,8 @@ from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from tests.conftest import use_one_device
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = (
     "dataset_type=synthetic eval_interval=-1 enable_checkpointing=false optimizer=sgd"

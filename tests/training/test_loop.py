@@ -19,7 +19,8 @@ from maxtext_lite.data import example_ids, examples_hash
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = """
 steps=6 warmup_steps=2 eval_interval=3 eval_fraction=0.05 checkpoint_period=3 learning_rate=0.01 global_batch_size=8

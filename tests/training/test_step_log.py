@@ -12,7 +12,8 @@ from maxtext_lite.training.hooks import LossSpike, NonFiniteLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.step_log import StepLog, StepResult
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 METRICS = {
     "loss": 2.0,
