@@ -48,13 +48,12 @@ class Reader:
         """
         raise NotImplementedError
 
-    def load_adapters(self, plain: Params, where: Tree, lora_rank: int | None = None) -> Params:
+    def load_adapters(self, plain: Params, where: Tree) -> Params:
         """The adapters, float32.
 
         Args:
           plain: the parameters that they adapt, or their shapes.
           where: one sharding for all, or a tree of shardings.
-          lora_rank: of the config; None: the directory decides it.
         Raises:
           UserError: they cannot be read.
         """
