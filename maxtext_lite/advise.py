@@ -1,4 +1,4 @@
-"""The command `advise`: batch, learning rate, decays, warm-up and ramp from published laws. Imports no jax."""
+"""Print batch size, learning rate, weight decay, warm-up and ramp from published laws. Needs no jax."""
 
 import argparse
 import dataclasses
@@ -26,10 +26,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite advise", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--tokens", type=real_number, required=True, help="of the whole run, such as 100e9")
     parser.add_argument(
-        "--parameters", type=real_number, help="of the model, such as 8e9 (default: those of the config)"
+        "--tokens", type=real_number, required=True, help="training tokens of the whole run, such as 100e9"
     )
+    parser.add_argument("--parameters", type=real_number, help="model size, such as 8e9 (default: the config's)")
     parser.add_argument("--loss", type=real_number, help="target loss of the run, for Kaplan's law")
     machine_arguments(parser, "memory and time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -1,4 +1,4 @@
-"""The command `branch`: short runs from one checkpoint with other batch sizes, to measure the critical batch."""
+"""Run briefly from one checkpoint at other batch sizes, to measure the critical batch."""
 
 import argparse
 import contextlib
@@ -92,9 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite branch", description=__doc__)
-    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which is not changed")
+    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory; it is not changed")
     parser.add_argument("--step", type=whole_number, required=True, help="step of the checkpoint")
-    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch size (default: 0.5,1,2,4)")
+    parser.add_argument(
+        "--factors", type=_factors, default="0.5,1,2,4", help="batch sizes relative to the run's (default: 0.5,1,2,4)"
+    )
     others = "with factor 1; the other branches see the same examples"
     parser.add_argument("--steps", type=whole_number, required=True, help=others)
     rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"

@@ -14,12 +14,11 @@ from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import did_you_mean, sanitize_for_terminal, value_text
-from maxtext_lite.config.hints import key_hint, parse_loose_override, words_hint
+from maxtext_lite.config.hints import key_hint, override_hint, override_meant
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.phases import observers
 from maxtext_lite.config.types import path_problem, wrong_value
-from maxtext_lite.config.yaml import is_one_scalar
 from maxtext_lite.console import (
     StdoutLost,
     command_signals,
@@ -31,23 +30,23 @@ from maxtext_lite.console import (
 )
 
 COMMANDS: dict[str, str] = {
-    "train": "pre-training, SFT and DPO; resumes by itself",
-    "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
-    "prepare": "tokenizes text once, for any number of runs; inspects the result; trains tokenizers",
-    "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist; or the fastest split",
-    "advise": "batch size, learning rate, decays and ramp-up from published laws, as intervals",
-    "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
-    "generate": "text from a run directory or a Hugging Face directory",
-    "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
-    "harness": "the tasks of lm-evaluation-harness, with runs and Hugging Face directories as its models",
+    "train": "pre-training, SFT and DPO; resumes automatically",
+    "train_rl": "reinforcement learning: GRPO and its variants; resumes automatically",
+    "prepare": "tokenize text once, for any number of runs; inspect datasets; train tokenizers",
+    "plan": "batch sizes, pipeline, ramp-up and memory of any machine; or the fastest split",
+    "advise": "batch size, learning rate, decay and ramp from published laws, as intervals",
+    "compile": "compile the train step ahead of time, for any machine: memory, collectives, kernels, a roofline",
+    "generate": "text from a run or a Hugging Face directory",
+    "evaluate": "loss, perplexity, multiple choice and cloze questions",
+    "harness": "lm-evaluation-harness on runs and Hugging Face directories",
     "convert": "models from and to Hugging Face directories",
-    "convert_config": "translates a MaxText config or command line into the keys of maxtext_lite",
-    "tune": "short timed runs over the ways to split a batch on these devices",
+    "convert_config": "translate a MaxText config or command line",
+    "tune": "time the ways to split a batch on these devices",
     "branch": "short runs from one checkpoint at other batch sizes: the measured critical batch",
-    "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
+    "equiv": "check that splitting a config's batch differently changes nothing",
     "verify_resume": "the first step at which two runs differ, in which fields, and with which rows",
-    "replay": "repeats a step of a run and compares it; also each row by itself, to find the cause of a spike",
-    "report": "one HTML page for a run, or for several in the same charts",
+    "replay": "repeat a step and compare it; score each row alone, to find the cause of a spike",
+    "report": "one HTML page of a run, or of several overlaid",
 }
 """Each command, which is the module maxtext_lite.COMMAND, and what it does."""
 
@@ -70,7 +69,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.add_argument("--version", action="version", version=version_text(), help="print the version and end")
+        self.add_argument("--version", action="version", version=version_text(), help="print the version and exit")
         self.keys: Callable[[], Collection[str]] = tuple
         self._argv: Sequence[str] = ()
 
@@ -93,7 +92,7 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
-        if has_file and not Path(words[0]).exists() and parse_loose_override(words, self.keys()):
+        if has_file and not Path(words[0]).exists() and override_meant(words, self.keys()):
             has_file = False  # key=value in another notation, which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
@@ -102,7 +101,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a UserError about a wrong argument."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
-        hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
+        hint = override_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
         if unknown.startswith("--") and not hint:
             options = [option for action in self._actions for option in action.option_strings]
             hint = did_you_mean(unknown.partition("=")[0], options)
@@ -127,15 +126,15 @@ def config_arguments(parser: ArgumentParser, default: str = "configs/base.yml") 
         "words",
         nargs="*",
         metavar="[CONFIG.yml] [key=value ...]",
-        help=f"a config (default: {default}) and values that win over it",
+        help=f"a config (default: {default}) and overrides",
     )
 
 
 def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None:
     """Adds `--devices`, `--hosts` and `--device`, a machine that need not exist."""
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
-    parser.add_argument("--device", metavar="NAME", help=f"their type, such as v5e or h100, for {device_help}")
+    parser.add_argument("--devices", type=whole_number, default=1, help="number of devices in the mesh (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="number of hosts (default 1)")
+    parser.add_argument("--device", metavar="NAME", help=f"device type, such as v5e or h100, for {device_help}")
 
 
 def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
@@ -267,7 +266,7 @@ def parse_keys(
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            hint = words_hint([word], kind.model_fields)
+            hint = override_hint([word], kind.model_fields)
             problems.append(f"'{word}' is not of the form key=value.{hint} Example: {example}")
         elif key not in kind.model_fields:
             problems.append(f"unknown key '{key}' (command line).{key_hint(key, kind.model_fields)}")
@@ -284,23 +283,21 @@ def parse_keys(
 
 def _plain(text: str) -> object:
     """The YAML value of a text; for a text of which YAML drops a part, such as `x #1`, the whole of it."""
-    value = parse_value(text).value
-    return text if isinstance(value, str) and not is_one_scalar(text) else value
+    value = parse_value(text)
+    is_part = isinstance(value.value, str) and value.text != text.strip() and text[0] not in "'\""
+    return text if is_part else value.value
 
 
 def _paths(text: str) -> object:
     """A list of paths, null, or a path: the text as it is, so 2024, *.txt, `x: y.txt` and `x #1.txt` are paths."""
+    if text.strip() in ("", "~", "null"):
+        return None
     try:
-        value = parse_value(text)
+        value = parse_value(text).value
     except ValueError:
         return text
-    if isinstance(value.value, list):
-        return cast("list[object]", value.value)
-    if not text.strip():
-        return None
-    if value.text is None or not is_one_scalar(text):
-        return text
-    return None if value.value is None else value.text
+    is_list_or_quoted = isinstance(value, list) or text[0] in "'\""
+    return cast("object", value) if is_list_or_quoted else text
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -367,7 +364,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():
             print(f"  {command:<14} {meaning}")
-        print("\n`maxtext-lite COMMAND --help` says more. `python -m maxtext_lite.COMMAND` works too.")
+        print("\n`maxtext-lite COMMAND --help` has the details. `python -m maxtext_lite.COMMAND` works too.")
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv
     command = command.replace("-", "_")

@@ -1,4 +1,4 @@
-"""The command `compile`: the train step compiled ahead of time, for this machine or a described one."""
+"""Compile the train step ahead of time, for this machine or one you do not have."""
 
 import argparse
 import sys
@@ -19,15 +19,17 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite compile", description=__doc__)
     config_arguments(parser)
     parser.add_argument(
-        "--devices", type=whole_number, metavar="N", help="for N simulated CPU devices (default: the real devices)"
+        "--devices", type=whole_number, metavar="N", help="simulate N CPU devices (default: the real ones)"
     )
-    parser.add_argument("--hosts", type=whole_number, metavar="H", help="with --devices: their hosts")
+    parser.add_argument("--hosts", type=whole_number, metavar="H", help="with --devices: number of hosts")
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        help="for a machine that need not exist: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu), h100:8 (CUDA plugin)",
+        help="a machine you do not have: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu), h100:8 (CUDA plugin)",
     )
-    parser.add_argument("--slices", type=whole_number, metavar="S", help="with --topology: equal slices (default 1)")
+    parser.add_argument(
+        "--slices", type=whole_number, metavar="S", help="with --topology: number of equal slices (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse(argv)
     _refuse_contradictions(arguments)

@@ -1,4 +1,4 @@
-"""The command `convert`: a model from a Hugging Face directory, or to one."""
+"""Convert models from and to Hugging Face directories."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command `equiv`: proves on simulated devices that splitting a config's batch differently changes nothing."""
+"""Check on simulated devices that splitting a config's batch differently changes nothing."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""The command `evaluate`: the run's own loss, perplexity, multiple-choice and cloze questions by log-likelihood."""
+"""Score a run or Hugging Face directory: its own loss, perplexity, multiple choice, cloze."""
 
 import sys
 from collections.abc import Sequence

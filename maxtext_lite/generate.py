@@ -1,4 +1,4 @@
-"""The command `generate`: text from a run or Hugging Face directory, streamed to the terminal, or tokens as JSON."""
+"""Generate text from a run or Hugging Face directory, streamed or as JSON tokens."""
 
 import sys
 from collections.abc import Sequence

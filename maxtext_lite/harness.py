@@ -1,4 +1,4 @@
-"""The command `harness`: lm-evaluation-harness (the extra `harness`) with our models added, as `--model maxtext_lite`.
+"""Run lm-evaluation-harness (the extra `harness`) on runs and Hugging Face directories, as `--model maxtext_lite`.
 
 python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,max_length=1024 --tasks TASK
 """

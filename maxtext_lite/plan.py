@@ -1,4 +1,4 @@
-"""The command `plan`: everything about batch size for a machine that need not exist. Imports no jax."""
+"""Plan batch sizes, pipeline, ramp-up and memory for any machine, or find the fastest split. Needs no jax."""
 
 import argparse
 import functools
@@ -36,8 +36,8 @@ from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_con
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
+from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import json_text
-from maxtext_lite.config.violation import divisors
 from maxtext_lite.console import complain
 
 _MOST_DRAWN = 50_000
@@ -99,13 +99,13 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--examples",
         type=whole_number,
-        help="training examples in the data (default: counted for num_epochs and for mixtures)",
+        help="number of training examples (default: counted, for num_epochs and mixtures)",
     )
     parser.add_argument(
         "--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes); default: that of --device"
     )
     parser.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), help="of the devices (default: by --device, or gpu)"
+        "--platform", choices=("cpu", "gpu", "tpu"), help="platform of the devices (default: that of --device, or gpu)"
     )
     parser.add_argument("--json", action="store_true", help="print plan.json")
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
@@ -118,7 +118,7 @@ def _parser() -> ArgumentParser:
         dest="run",
         type=local_path,
         metavar="RUN_DIR",
-        help="plan the config of a run, and show the changes from its own plan",
+        help="plan a run's config and show what changes from its own plan",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""The command `prepare`: text tokenized once, into a dataset for any number of runs."""
+"""Tokenize text once, into a dataset for any number of runs."""
 
 import argparse
 import contextlib
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         "looking at a dataset, and `prepare tokenizer --help` for training a tokenizer.",
     )
     key_arguments(parser, PrepareConfig)
-    parser.add_argument("--task", type=whole_number, help="the share of the work to do, from 0; for job arrays")
+    parser.add_argument("--task", type=whole_number, help="share of the work to do, from 0; for job arrays")
     parser.add_argument("--of", type=whole_number, help="number of shares of the work")
     arguments = parser.parse_intermixed_args(argv)
     number, of = arguments.task, arguments.of

@@ -1,4 +1,4 @@
-"""The command `replay`: a step of a run repeated and compared with its record, and each of its rows by itself."""
+"""Repeat a step of a run and compare it with its record; optionally score each row alone."""
 
 import dataclasses
 import math
@@ -37,9 +37,11 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite replay", description=__doc__)
     parser.keys = known_keys
     parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory, of pre-training or SFT")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override its config: another kernel or mesh")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override its config, such as the kernel or mesh"
+    )
     parser.add_argument("--step", type=whole_number, required=True, help="the step to repeat")
-    parser.add_argument("--rows", action="store_true", help="also show each row by itself: text, loss, gradient norm")
+    parser.add_argument("--rows", action="store_true", help="also score each row alone: text, loss, gradient norm")
     parser.add_argument("--by", choices=("loss", "loss_sum", "grad_norm"), default="loss", help="order of the rows")
     parser.add_argument(
         "--tolerance", type=real_number, help="relative; 0: equal to the bit, the default on the run's own machine"

@@ -1,4 +1,4 @@
-"""The command `report`: RUN_DIR/report.html, one self-contained page for a run or for several in the same charts."""
+"""Write RUN_DIR/report.html, one self-contained page of a run, or of several overlaid."""
 
 import sys
 from collections.abc import Sequence

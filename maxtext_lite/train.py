@@ -1,4 +1,4 @@
-"""The command `train`: pre-training, SFT or DPO from one config; resumes by itself."""
+"""Pre-train, fine-tune (SFT) or run DPO from one config; resumes automatically."""
 
 import re
 import sys
@@ -78,7 +78,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]
     parser.add_argument(
         "--device-memory-gb",
         type=real_number,
-        help="memory for a train step on each device in GB (1e9 bytes); default: that of the device",
+        help="memory limit of a train step per device, in GB (1e9 bytes); default: the device's",
     )
     arguments = parser.parse(argv)
     own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
@@ -127,8 +127,7 @@ def start_watchdog(config: Config) -> None:
     watchdog = load_asked(config, "observer", "watchdog", "hang_timeout_seconds")
     if watchdog is not None:
         base = any_path(config.base_output_directory, "base_output_directory")
-        watchdog.write_to(None if is_bucket(base) else base / config.run_name)
-        watchdog.start(config.hang_timeout_seconds)
+        watchdog.start(config.hang_timeout_seconds, None if is_bucket(base) else base / config.run_name)
         observers.append(watchdog)
 
 

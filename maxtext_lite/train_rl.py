@@ -1,4 +1,4 @@
-"""The command `train_rl`: reinforcement learning (GRPO and its variants) from one config; resumes by itself."""
+"""Reinforcement learning (GRPO and its variants) from one config; resumes automatically."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command `tune`: short timed runs over the ways to split one global batch on these devices."""
+"""Time short runs of every way to split one global batch on these devices."""
 
 import contextlib
 import sys
@@ -84,10 +84,10 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
     config_arguments(parser)
     parser.add_argument("--steps", type=whole_number, default=8, help="timed steps of each split (default: 8)")
-    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--warm-up", type=whole_number, default=2, help="warm-up steps before them (default: 2)")
     parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
     parser.add_argument(
-        "--device-memory-gb", type=real_number, help="for a train step on each device, in GB (1e9 bytes)"
+        "--device-memory-gb", type=real_number, help="memory limit of a train step per device, in GB (1e9 bytes)"
     )
     parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

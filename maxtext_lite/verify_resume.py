@@ -1,4 +1,4 @@
-"""The command `verify_resume`: the first step at which two runs differ, in which fields, and with which rows."""
+"""Find the first step at which two runs differ, in which fields, and with which rows."""
 
 import sys
 from collections.abc import Sequence

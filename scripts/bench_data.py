@@ -31,7 +31,7 @@ from machine import machine
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data import ExampleSource, open_sources
-from maxtext_lite.data.feed import TrainingReads, read_ahead
+from maxtext_lite.data.feed import HostReads, read_ahead
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
@@ -142,14 +142,12 @@ def source_of(directory: Path, num_tokens: int, packing: str) -> ExampleSource:
 
 def ours(source: ExampleSource, workers: int) -> Iterator[np.ndarray]:
     """Batches as one host of a run reads them."""
-    reads = TrainingReads(
+    reads = HostReads(
         source,
         host_slots=np.arange(BATCH_ROWS),
         first_example=0,
-        num_steps=2**31,
+        num_examples=2**31 * BATCH_ROWS,
         step_examples=BATCH_ROWS,
-        loads_per_step=1,
-        micro_batches=1,
         seed=0,
     )
     reader = read_ahead([reads], workers)

@@ -9,7 +9,7 @@ from maxtext_lite.config import Config
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.status_line import status_line
 from maxtext_lite.console import complain
-from maxtext_lite.data import Balance, MixtureSource, hash_of_run
+from maxtext_lite.data import Balance, examples_hash
 from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.data.mixture import steps_left, with_history
@@ -59,8 +59,8 @@ def read_data(config: Config, *, with_ids: bool) -> None:
             imbalances += [] if batch.attention_imbalance is None else [batch.attention_imbalance]
             if with_ids and is_first:
                 ids = batch.example_ids
-                named = source.row_ids(ids) if isinstance(source, MixtureSource) else ids.tolist()
-                print(json.dumps({"step": step, "examples_hash": hash_of_run(source, ids), "ids": named}))
+                content = examples_hash(source.hashed(ids))
+                print(json.dumps({"step": step, "examples_hash": content, "ids": source.row_ids(ids)}))
             elif (now := time.perf_counter()) - since >= _SECONDS_BETWEEN_LINES and is_first:
                 print(f"step {step}/{num_steps}  {(seen - shown) / (now - since):,.0f} rows/s", flush=True)
                 shown, since = seen, now

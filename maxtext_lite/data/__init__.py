@@ -1,14 +1,15 @@
 """Examples in a fixed order, read by Grain and laid out for the devices: sources, tokenizer, packing, order, feed.
 
-The names here need no jax, so that `plan` does not; `feed`, `layout` and `sources_on_hosts` import it.
+The names here need no jax, so that `plan` does not; `feed` and `sources_on_hosts` import it.
 """
 
 from maxtext_lite.data.balance import Balance
-from maxtext_lite.data.mixture import MixtureSource, hash_of_run, named_sources, open_mixture
+from maxtext_lite.data.mixture import MixtureSource, open_mixture
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.rows import REFERENCE, field_dtype
-from maxtext_lite.data.sources import ExampleSource, example_shape, open_sources
+from maxtext_lite.data.source import ExampleSource
+from maxtext_lite.data.sources import example_shape, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
@@ -23,9 +24,7 @@ __all__ = [
     "example_shape",
     "examples_hash",
     "field_dtype",
-    "hash_of_run",
     "load_tokenizer",
-    "named_sources",
     "open_mixture",
     "open_sources",
     "own_examples",

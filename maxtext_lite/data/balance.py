@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext_lite.batching import BatchPlan, attended_pairs
 from maxtext_lite.config import Config
-from maxtext_lite.data.sources import ExampleSource
+from maxtext_lite.data.source import ExampleSource
 
 _EVEN_ENOUGH = 1.002  # rows stop changing places once the costliest shard is this close to the mean
 

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import storage_errors
 from maxtext_lite.config.json_file import check_file
-from maxtext_lite.data.mixture import named_sources
-from maxtext_lite.data.sources import ExampleSource
+from maxtext_lite.data.source import ExampleSource
 from maxtext_lite.data.text_files import json_lines, json_object
 
 
@@ -96,7 +95,7 @@ def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = 
       UserError: a row that must be found is not.
     """
     first, ids, found = 0, dict[int, int](), set[ExcludedRow]()
-    for name, each in named_sources(source).items():
+    for name, each in source.named().items():
         for row in rows:
             if (row.data == each.fingerprint if row.data else row.source == name) and row.row < len(each):
                 ids[first + row.row] = min(row.from_example, ids.get(first + row.row, row.from_example))

@@ -1,8 +1,8 @@
 """From example sources to batches on the devices.
 
-The plan and the number of examples seen decide which examples a step consumes (`order`); the layout decides which of
-their rows this process reads (`layout`), in one or several loads per step. Grain reads ahead, in threads or processes
-(so all is numpy before the transfer), and the next batch is transferred while the current step runs.
+The plan and the number of examples seen decide which examples a step consumes (`order`). The layout decides which of
+their rows this process reads, in one or several loads per step. Grain reads ahead, in threads or processes (so all is
+numpy before the transfer), and the next batch is transferred while the current step runs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import multiprocessing.connection
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import absl.flags
@@ -29,18 +30,31 @@ from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import UserError
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.excluded import left_out
-from maxtext_lite.data.mixture import ids_of_run
+from maxtext_lite.data.order import FILE_ORDER
 from maxtext_lite.data.rows import field_dtype
-from maxtext_lite.data.sources import ExampleSource
+from maxtext_lite.data.source import ExampleSource
 from maxtext_lite.parallel import devices_share_threads, over_all_devices
 
-Index = tuple[slice, ...]
-"""A device's part of a global array."""
+_READ_AHEAD_THREADS = 2
+_READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
+# Bytes from which Grain passes an array in shared memory: never. It was no faster than a pipe (27 against 26
+# milliseconds for 64 x 4096 tokens), leaves segments behind, and the /dev/shm of a container often has only 64 MB.
+_NO_SHARED_MEMORY = 2**62
+
+
+class UnreadError(UserError):
+    """Examples cannot be read."""
+
+
+# ---- Which host reads which rows --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The rows of one batch shape, [A, B, T] or [B, T]: B row slots, of which the first `filled_slots` have examples.
+    """Where the rows of a batch [A, B, T] or [B, T] are read. B counts row slots, the first of which have examples.
+
+    Either every host reads the rows of its own devices, or the hosts that read put rows anywhere into a larger load
+    array, from which `reshard` moves them to the devices that need them.
 
     Attributes:
       sharding: sharding of a step's arrays.
@@ -51,83 +65,67 @@ class RowLayout:
 
     shape: tuple[int, ...]
     sharding: NamedSharding
-    slots_of_host: tuple[np.ndarray, ...]
-    load_positions: np.ndarray | None
-    load_rows: int
-
-    @property
-    def slot_dim(self) -> int:
-        """The dim that counts row slots."""
-        return len(self.shape) - 2
+    slots_of_host: Sequence[np.ndarray]
+    load_positions: np.ndarray | None = None
+    load_rows: int = 0
 
     @property
     def load_sharding(self) -> NamedSharding:
         """Sharding of the load array, whose rows are split over all devices in the order of the mesh."""
-        return over_all_devices(_mesh(self.sharding), self.slot_dim)
+        return over_all_devices(_mesh(self.sharding), len(self.shape) - 2)
 
-    def to_devices(self, host: int, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def to_devices(self, host: int, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """This host's part of the global arrays, on its devices: the step's arrays, or load arrays for `reshard`.
 
         Args:
           fields: this host's rows, in the shape `shape` with only the slots `slots_of_host[host]`.
         """
-        if self.load_positions is None:
-            return {name: self._own_slots(rows, self.slots_of_host[host]) for name, rows in fields.items()}
-        return {name: self._load_array(rows, host) for name, rows in fields.items()}
+        put = self._own_rows if self.load_positions is None else self._load_array
+        return {name: put(rows, self.slots_of_host[host]) for name, rows in fields.items()}
 
     def reshard(self, loaded: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays of the step. All hosts call it, in the same order as their other device work."""
         if self.load_positions is None:
             return loaded
-        handed_out = self._handing_out(loaded)
+        arrays = _resharding(self.sharding, self.shape, tuple(self.load_positions.tolist()))(loaded)
         if devices_share_threads():
-            jax.block_until_ready(handed_out)
-        return handed_out
+            jax.block_until_ready(arrays)
+        return arrays
 
-    @functools.cached_property
-    def _handing_out(self) -> Callable[..., Any]:
-        assert self.load_positions is not None
-        return _hand_out(self.sharding, self.shape, self.slot_dim, tuple(self.load_positions.tolist()))
-
-    def _own_slots(self, rows: np.ndarray, host_slots: np.ndarray) -> jax.Array:
-        dim = self.slot_dim
-
-        def part(index: Index | None) -> np.ndarray:
-            assert index is not None
+    def _own_rows(self, rows: np.ndarray, host_slots: np.ndarray) -> jax.Array:
+        def rows_of_device(index: Any) -> np.ndarray:
+            *micro_batches, slots, tokens = index
+            start, stop, _ = slots.indices(self.shape[-2])
             # The host's slots are increasing and contain every device's whole range, so that range is contiguous here.
-            start, stop, _ = index[dim].indices(self.shape[dim])
             first, last = np.searchsorted(host_slots, (start, stop))
-            return rows[(*index[:dim], slice(first, last), *index[dim + 1 :])]
+            return rows[(*micro_batches, slice(first, last), tokens)]
 
-        return jax.make_array_from_callback(self.shape, self.sharding, part)
+        return jax.make_array_from_callback(self.shape, self.sharding, rows_of_device)
 
-    def _load_array(self, rows: np.ndarray, host: int) -> jax.Array:
+    def _load_array(self, rows: np.ndarray, host_slots: np.ndarray) -> jax.Array:
         assert self.load_positions is not None
-        dim = self.slot_dim
-        shape = (*self.shape[:dim], self.load_rows, *self.shape[dim + 1 :])
-        whole = np.zeros(shape, rows.dtype)  # only this host's rows are ever read
-        slots = self.slots_of_host[host]
-        whole[(*[slice(None)] * dim, self.load_positions[slots])] = rows
-        return jax.make_array_from_callback(shape, self.load_sharding, lambda index: whole[index])
+        shape = (*self.shape[:-2], self.load_rows, self.shape[-1])
+        loaded = np.zeros(shape, rows.dtype)  # only this host's rows are ever read
+        loaded[..., self.load_positions[host_slots], :] = rows
+        return jax.make_array_from_callback(shape, self.load_sharding, lambda index: loaded[index])
 
 
 @functools.cache
-def _hand_out(
-    sharding: NamedSharding, shape: tuple[int, ...], slot_dim: int, positions: tuple[int, ...]
-) -> Callable[..., Any]:
-    first, count = positions[0], len(positions)
-    in_order = positions == tuple(range(first, first + count))
+def _resharding(sharding: NamedSharding, shape: tuple[int, ...], positions: tuple[int, ...]) -> Callable[..., Any]:
+    """A compiled function that takes the rows at these positions of load arrays and pads them to the step's shape."""
+    first = positions[0]
+    count = len(positions)
+    padding = [(0, 0)] * len(shape)
+    padding[-2] = (0, shape[-2] - count)
 
-    def rows_of(loaded: jax.Array) -> jax.Array:
-        if in_order:
-            rows = jax.lax.slice_in_dim(loaded, first, first + count, axis=slot_dim)
+    def reshard(loaded: jax.Array) -> jax.Array:
+        if positions == tuple(range(first, first + count)):
+            rows = jax.lax.slice_in_dim(loaded, first, first + count, axis=-2)
         else:
-            rows = jnp.take(loaded, np.asarray(positions), axis=slot_dim)
-        empty = [(0, 0)] * len(shape)
-        empty[slot_dim] = (0, shape[slot_dim] - count)
-        return jnp.pad(rows, empty)
+            rows = jnp.take(loaded, np.asarray(positions), axis=-2)
+        return jnp.pad(rows, padding)
 
-    return jax.jit(lambda loaded: jax.tree.map(rows_of, loaded), out_shardings=sharding)
+    return jax.jit(lambda loaded: jax.tree.map(reshard, loaded), out_shardings=sharding)
 
 
 def row_layout(
@@ -144,21 +142,20 @@ def row_layout(
       loading_hosts: the hosts that read.
       host_of: number of the host of a device; all hosts have equally many devices.
     """
-    dim = len(shape) - 2
     indices = sharding.devices_indices_map(shape)
     hosts = sorted({host_of(device) for device in indices})
-    held = [
-        slots_of((at for device, at in indices.items() if host_of(device) == host), slot_dim=dim, num_slots=shape[dim])
-        for host in hosts
-    ]
-    if len(loading_hosts) == len(hosts) and sum(map(len, held)) == shape[dim]:
-        return RowLayout(shape, sharding, tuple(held), None, 0)
-    shares = dict(zip(loading_hosts, np.array_split(np.arange(filled_slots), len(loading_hosts)), strict=True))
-    nothing = np.zeros(0, np.int64)
-    slots_of_host = tuple(shares.get(host, nothing) for host in hosts)
+    is_held = np.zeros((len(hosts), shape[-2]), bool)  # whether a host's devices have a slot
+    for device, index in indices.items():
+        is_held[hosts.index(host_of(device)), index[-2]] = True
+    if len(loading_hosts) == len(hosts) and is_held.sum() == shape[-2]:
+        return RowLayout(shape, sharding, [np.flatnonzero(slots) for slots in is_held])
 
+    shares = np.array_split(np.arange(filled_slots), len(loading_hosts))
+    slots_of_host = [np.zeros(0, np.int64) for _ in hosts]
+    for host, share in zip(loading_hosts, shares, strict=True):
+        slots_of_host[hosts.index(host)] = share
     devices = list(_mesh(sharding).devices.flat)
-    rows_of_device = -(-max(map(len, slots_of_host)) * len(hosts) // len(devices))  # enough for the largest share
+    rows_of_device = -(-len(shares[0]) * len(hosts) // len(devices))  # enough for the largest share
     positions = np.zeros(filled_slots, np.int64)
     for host, slots in zip(hosts, slots_of_host, strict=True):
         own = np.array([at for at, device in enumerate(devices) if host_of(device) == host])
@@ -172,167 +169,36 @@ def _mesh(sharding: NamedSharding) -> Mesh:
     return sharding.mesh
 
 
-def slots_of(indices: Iterable[Index], *, slot_dim: int, num_slots: int) -> np.ndarray:
-    """The row slots of a set of devices, each once: int64, increasing.
-
-    Args:
-      indices: each device's part of the global array, as in `Sharding.devices_indices_map`.
-      slot_dim: the dim of the array that counts row slots.
-    """
-    held = np.zeros(num_slots, bool)
-    for index in indices:
-        held[index[slot_dim]] = True
-    return np.flatnonzero(held)
+# ---- What a host reads ------------------------------------------------------------------------------------------
 
 
-_READ_AHEAD_THREADS = 2
-_READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
-_MOST_READS = 2**62  # each load is an item of a sequence, and a Python sequence has fewer than 2**63 items
-# Bytes from which Grain passes an array in shared memory: never. It was no faster than a pipe (27 against 26
-# milliseconds for 64 x 4096 tokens), leaves segments behind, and the /dev/shm of a container often has only 64 MB.
-_NO_SHARED_MEMORY = 2**62
-
-
-class UnreadError(UserError):
-    """Examples cannot be read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceBatch:
-    """One step's examples.
-
-    Attributes:
-      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation. B counts row slots, and
-        empty slots are all 0; T is the source's `num_tokens`.
-      example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M (M: num_micro_batches); a host that does not read knows the unbalanced order.
-      num_examples: examples of the whole step, without empty slots.
-      num_micro_batches: the first micro-batches of A that are in use; 1 for evaluation.
-      data_seconds: how long the consumer waited for this batch.
-      attention_imbalance: see `Balance.arranged`; None if unknown.
-    """
-
-    arrays: dict[str, jax.Array]
-    example_ids: np.ndarray
-    num_examples: int
-    num_micro_batches: int
-    data_seconds: float
-    attention_imbalance: float | None = None
-
-
-def training_batches(
-    source: ExampleSource,
-    plan: BatchPlan,
-    *,
-    sharding: NamedSharding,
-    examples_seen: int,
-    num_steps: int,
-    seed: int,
-    worker_count: int,
-    balance: Balance | None = None,
-    excluded: Mapping[int, int] | None = None,
-) -> BatchIterator:
-    """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
-
-    Args:
-      sharding: sharding of [A, B, T].
-      seed: data_shuffle_seed.
-      worker_count: processes that read ahead; 0: threads of this process.
-      balance: assigns a step's rows to shards; None: rows stay in the order of the run.
-      excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
-    Returns:
-      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
-      ramp's stage; A that of the target batch, whose later micro-batches are empty.
-    """
-    segments: list[_Segment] = []
-    num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no run has that many
-    host = jax.process_index()
-    balance = balance if balance and (balance.is_on or host == 0) else None  # if off, host 0 measures the imbalance
-    while num_steps > 0 or not segments:
-        stage = plan.stage_at(examples_seen)
-        step_examples = plan.length.step_examples(examples_seen)
-        # A stage ends with the step that reaches its end, wherever a resumed run starts within it.
-        steps = num_steps
-        if stage.samples is not None:
-            left = stage.samples_before + stage.samples - examples_seen
-            steps = min(steps, -(-left // step_examples))
-        while steps > 1 and plan.length.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
-            steps -= 1  # a short last batch is a segment of its own
-        layout = row_layout(
-            (plan.gradient_accumulation_steps, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
-            sharding,
-            filled_slots=stage.micro_batch_to_train,
-            loading_hosts=plan.loading_hosts,
-        )
-        reads = TrainingReads(
-            source,
-            host_slots=layout.slots_of_host[host],
-            first_example=examples_seen,
-            num_steps=steps,
-            step_examples=step_examples,
-            loads_per_step=plan.loads_per_step,
-            micro_batches=stage.gradient_accumulation_steps,
-            seed=seed,
-            balance=balance and dataclasses.replace(balance, num_slots=layout.shape[1]),
-            excluded=excluded,
-        )
-        segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
-        num_steps -= steps
-        examples_seen += steps * step_examples
-    return BatchIterator(segments, worker_count=worker_count)
-
-
-def evaluation_batches(
-    source: ExampleSource, plan: BatchPlan, *, sharding: NamedSharding, eval_steps: int
-) -> BatchIterator:
-    """Every example of the source once, in order; the last batch is padded with empty slots.
-
-    Args:
-      sharding: sharding of [B, T].
-      eval_steps: stop after this many batches; -1: after the last example.
-    Returns:
-      An iterator of DeviceBatch [B, T]; close it, or use it as a context manager.
-    """
-    layout = row_layout(
-        (plan.eval_batch_slots, source.num_tokens),
-        sharding,
-        filled_slots=plan.eval_batch_examples,
-        loading_hosts=plan.loading_hosts,
-    )
-    reads = EvaluationReads(
-        source,
-        host_slots=layout.slots_of_host[jax.process_index()],
-        batch_examples=plan.eval_batch_examples,
-        max_batches=eval_steps,
-    )
-    return BatchIterator([_Segment(reads, layout, 1, 1)], worker_count=0)
-
-
-class HostRows(NamedTuple):
+class Load(NamedTuple):
     """What one host reads in one load.
 
     Attributes:
-      example_ids: of the whole step or evaluation batch, over all hosts and loads.
-      cells: int64 [2, n]: each row's micro-batch (0 for evaluation) and its index among the host's slots.
+      example_ids: of the whole step, over all hosts and loads.
+      micro_batches: of each row that this host has read; `places`: its index among the host's slots. int64 [n].
       rows: the fields of `rows.build_row`, [n, T].
       attention_imbalance: as in DeviceBatch.
     """
 
     example_ids: np.ndarray
-    cells: np.ndarray
+    micro_batches: np.ndarray
+    places: np.ndarray
     rows: dict[str, np.ndarray]
-    attention_imbalance: float | None = None
+    attention_imbalance: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingReads:
-    """The loads of one host for steps of one batch size: a picklable sequence, a pure function of the step.
+class HostReads:
+    """The loads of one host for steps of one batch size: a picklable sequence, a pure function of the load's number.
 
     The host's examples of a step are divided among its loads in order, in numbers that differ by at most one.
 
     Attributes:
       host_slots: row slots of every micro-batch that this host fills; int64, increasing.
       first_example: position in the run of the first step's first example.
+      num_examples: examples of all steps; the last step may have fewer than the others.
       step_examples: examples of a step over all hosts; consecutive ones go to consecutive micro-batches.
       loads_per_step: loads that make up one step.
       micro_batches: micro-batches in use.
@@ -343,151 +209,46 @@ class TrainingReads:
     source: ExampleSource
     host_slots: np.ndarray
     first_example: int
-    num_steps: int
+    num_examples: int
     step_examples: int
-    loads_per_step: int
-    micro_batches: int
-    seed: int
+    loads_per_step: int = 1
+    micro_batches: int = 1
+    seed: int = FILE_ORDER
     balance: Balance | None = None
     excluded: Mapping[int, int] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps or batches."""
+        return -(-self.num_examples // self.step_examples)
 
     def __len__(self) -> int:
         return self.num_steps * self.loads_per_step
 
-    def __getitem__(self, index: int) -> HostRows:
+    def __getitem__(self, index: int) -> Load:
         step, load = divmod(index, self.loads_per_step)
-        first = self.first_example + step * self.step_examples
-        ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
-        is_out = left_out(ids, first, self.excluded or {})
+        done = step * self.step_examples
+        first = self.first_example + done
+        ids = self.source.ids_of_run(first, min(self.step_examples, self.num_examples - done), self.seed)
+        is_empty = left_out(ids, first, self.excluded or {})
+        imbalance = None
         if self.balance:
             order, imbalance = self.balance.arranged(self.source, ids, self.micro_batches)
-            ids, is_out = ids[order], is_out[order]
+            ids = ids[order]
+            is_empty = is_empty[order]
         # Example j is in micro-batch j % M, slot j // M: without balancing, a device has the same examples for every M.
-        slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
-        is_own = np.isin(slots, self.host_slots) & ~is_out  # the slots of examples that are left out stay empty
+        slots, micro_batches = np.divmod(np.arange(len(ids)), self.micro_batches)
+        is_own = np.isin(slots, self.host_slots) & ~is_empty
         own = np.array_split(np.flatnonzero(is_own), self.loads_per_step)[load]
-        read = _read_rows(self.source, ids, own, np.stack([micro_batches[own], slots[own]]), self.host_slots)
-        return read._replace(attention_imbalance=imbalance)
+        rows = {name: np.zeros((len(own), self.source.num_tokens), field_dtype(name)) for name in self.source.fields}
+        for row, example_id in enumerate(ids[own].tolist()):
+            for name, values in self.source[example_id].items():
+                rows[name][row] = values
+        places = np.searchsorted(self.host_slots, slots[own])
+        return Load(ids, micro_batches[own], places, rows, imbalance)
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationReads:
-    """The batches of an evaluation as one host reads them; attributes as in `TrainingReads`."""
-
-    source: ExampleSource
-    host_slots: np.ndarray
-    batch_examples: int
-    max_batches: int
-
-    def __len__(self) -> int:
-        num_batches = -(-len(self.source) // self.batch_examples)
-        return num_batches if self.max_batches < 0 else min(num_batches, self.max_batches)
-
-    def __getitem__(self, index: int) -> HostRows:
-        first = index * self.batch_examples
-        ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
-        own = self.host_slots[self.host_slots < len(ids)]
-        return _read_rows(self.source, ids, own, np.stack([np.zeros_like(own), own]), self.host_slots)
-
-
-class _Segment(NamedTuple):
-    """Batches of one shape: what this host reads for them, and how its rows reach the devices."""
-
-    reads: TrainingReads | EvaluationReads
-    layout: RowLayout
-    loads_per_batch: int
-    num_micro_batches: int
-
-
-class _HostBatch(NamedTuple):
-    """One batch as this host has read it.
-
-    Attributes:
-      fields: this host's rows, the arrays of `RowLayout.to_devices`.
-    """
-
-    example_ids: np.ndarray
-    attention_imbalance: float | None
-    fields: dict[str, Any]
-    segment: _Segment
-
-
-class BatchIterator(Iterator[DeviceBatch]):
-    """Keeps one batch transferred ahead of the one that `next` returned.
-
-    Reading starts with the iterator, so that it overlaps compilation.
-    """
-
-    def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
-        # A generator, because a list would have an entry for each step of the run.
-        self._segments = (segment for segment in segments for _ in range(len(segment.reads) // segment.loads_per_batch))
-        self._reader = read_ahead([segment.reads for segment in segments], worker_count)
-        # A single thread reads and transfers in order, and overlaps the transfer with the current step.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
-        self._ahead = self._thread.submit(self._load)
-
-    def __next__(self) -> DeviceBatch:
-        """The next batch. Where rows change hosts, all hosts must call it together.
-
-        Raises:
-          UnreadError: it cannot be read.
-        """
-        if self._ahead is None:
-            raise StopIteration
-        started = time.perf_counter()
-        ahead, self._ahead = self._ahead, None  # stays None after an error or the end
-        try:
-            loaded = ahead.result()
-        except UserError as error:
-            raise UnreadError(error.problems) from None
-        data_seconds = time.perf_counter() - started
-        if loaded is None:
-            raise StopIteration
-        self._ahead = self._thread.submit(self._load)
-        ids, imbalance, fields, segment = loaded
-        # Not in the thread: all hosts must begin their collective operations in the same order.
-        arrays = segment.layout.reshard(fields)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, imbalance)
-
-    def close(self) -> None:
-        """Stops threads and worker processes; from now on `next` raises StopIteration."""
-        self._ahead = None
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._reader.close()
-
-    def __enter__(self) -> BatchIterator:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _load(self) -> _HostBatch | None:
-        segment = next(self._segments, None)
-        if segment is None:
-            return None
-        host, (*outer, _, num_tokens) = jax.process_index(), segment.layout.shape
-        shape = (*outer, len(segment.layout.slots_of_host[host]), num_tokens)
-        fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
-        ids, imbalance = np.zeros(0, np.int64), None
-        for _ in range(segment.loads_per_batch):
-            ids, (micro_batches, places), rows, imbalance = next(self._reader)
-            for name, values in rows.items():
-                fields[name][(micro_batches, places) if outer else places] = values
-        return _HostBatch(ids, imbalance, segment.layout.to_devices(host, fields), segment)
-
-
-def _read_rows(
-    source: ExampleSource, ids: np.ndarray, own: np.ndarray, cells: np.ndarray, host_slots: np.ndarray
-) -> HostRows:
-    """The examples `ids[own]`, whose micro-batches and slots are `cells` [2, n], all of them this host's."""
-    rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
-    for row, example_id in enumerate(ids[own]):
-        for name, values in source[int(example_id)].items():
-            rows[name][row] = values
-    return HostRows(ids, np.stack([cells[0], np.searchsorted(host_slots, cells[1])]), rows)
-
-
-def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
+def read_ahead(reads: Sequence[HostReads], worker_count: int) -> grain.DatasetIterator[Load]:
     """All loads in order, read ahead by threads (worker_count=0) or processes; close it."""
     dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
@@ -521,3 +282,189 @@ def _start_worker(worker_index: int, worker_count: int) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+# ---- Batches on the devices -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBatch:
+    """One step's examples.
+
+    Attributes:
+      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation. B counts row slots, and
+        empty slots are all 0; T is the source's `num_tokens`.
+      example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
+        micro-batch j % M, slot j // M (M: num_micro_batches); a host that does not read knows the unbalanced order.
+      num_micro_batches: the first micro-batches of A that are in use; 1 for evaluation.
+      attention_imbalance: see `Balance.arranged`; None if unknown.
+      data_seconds: how long the consumer waited for this batch.
+    """
+
+    arrays: dict[str, jax.Array]
+    example_ids: np.ndarray
+    num_micro_batches: int
+    attention_imbalance: float | None = None
+    data_seconds: float = 0.0
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of the whole step, without empty slots."""
+        return len(self.example_ids)
+
+
+def training_batches(
+    source: ExampleSource,
+    plan: BatchPlan,
+    *,
+    sharding: NamedSharding,
+    examples_seen: int,
+    num_steps: int,
+    seed: int,
+    worker_count: int,
+    balance: Balance | None = None,
+    excluded: Mapping[int, int] | None = None,
+) -> BatchIterator:
+    """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
+
+    Args:
+      sharding: sharding of [A, B, T].
+      seed: data_shuffle_seed.
+      worker_count: processes that read ahead; 0: threads of this process.
+      balance: assigns a step's rows to shards; None: rows stay in the order of the run.
+      excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
+    Returns:
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
+      ramp's stage; A that of the target batch, whose later micro-batches are empty.
+    """
+    parts: list[tuple[HostReads, RowLayout]] = []
+    host = jax.process_index()
+    if balance and not balance.is_on and host > 0:
+        balance = None  # host 0 alone measures the imbalance
+    while num_steps > 0 or not parts:
+        stage = plan.stage_at(examples_seen)
+        step_examples = plan.length.step_examples(examples_seen)
+        # A stage ends with the step that reaches its end, wherever a resumed run starts within it.
+        steps = num_steps
+        if stage.samples is not None:
+            left = stage.samples_before + stage.samples - examples_seen
+            steps = min(steps, -(-left // step_examples))
+        while steps > 1 and plan.length.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
+            steps -= 1  # a short last batch is a part of its own
+        layout = row_layout(
+            (plan.gradient_accumulation_steps, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
+            sharding,
+            filled_slots=stage.micro_batch_to_train,
+            loading_hosts=plan.loading_hosts,
+        )
+        reads = HostReads(
+            source,
+            host_slots=layout.slots_of_host[host],
+            first_example=examples_seen,
+            num_examples=steps * step_examples,
+            step_examples=step_examples,
+            loads_per_step=plan.loads_per_step,
+            micro_batches=stage.gradient_accumulation_steps,
+            seed=seed,
+            balance=balance and dataclasses.replace(balance, num_slots=layout.shape[1]),
+            excluded=excluded,
+        )
+        parts.append((reads, layout))
+        num_steps -= steps
+        examples_seen += reads.num_examples
+    return BatchIterator(parts, worker_count=worker_count)
+
+
+def evaluation_batches(
+    source: ExampleSource, plan: BatchPlan, *, sharding: NamedSharding, eval_steps: int
+) -> BatchIterator:
+    """Every example of the source once, in order; the last batch is padded with empty slots.
+
+    Args:
+      sharding: sharding of [B, T].
+      eval_steps: stop after this many batches; -1: after the last example.
+    Returns:
+      An iterator of DeviceBatch [B, T]; close it, or use it as a context manager.
+    """
+    examples = plan.eval_batch_examples
+    layout = row_layout(
+        (plan.eval_batch_slots, source.num_tokens),
+        sharding,
+        filled_slots=examples,
+        loading_hosts=plan.loading_hosts,
+    )
+    num_examples = len(source)
+    if eval_steps >= 0:
+        num_examples = min(num_examples, eval_steps * examples)
+    host_slots = layout.slots_of_host[jax.process_index()]
+    reads = HostReads(source, host_slots, first_example=0, num_examples=num_examples, step_examples=examples)
+    return BatchIterator([(reads, layout)], worker_count=0)
+
+
+class BatchIterator(Iterator[DeviceBatch]):
+    """Keeps one batch transferred ahead of the one that `next` returned.
+
+    Reading starts with the iterator, so that it overlaps compilation.
+    """
+
+    def __init__(self, parts: Sequence[tuple[HostReads, RowLayout]], *, worker_count: int) -> None:
+        # A generator, because a list would have an entry for each step of the run.
+        self._parts = (part for part in parts for _ in range(part[0].num_steps))
+        self._reader = read_ahead([reads for reads, _ in parts], worker_count)
+        # A single thread reads and transfers in order, and overlaps the transfer with the current step.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
+        self._ahead = self._thread.submit(self._load)
+
+    def __next__(self) -> DeviceBatch:
+        """The next batch. Where rows change hosts, all hosts must call it together.
+
+        Raises:
+          UnreadError: it cannot be read.
+        """
+        if self._ahead is None:
+            raise StopIteration
+        started = time.perf_counter()
+        ahead = self._ahead
+        self._ahead = None  # and it stays None after an error or the end
+        try:
+            loaded = ahead.result()
+        except UserError as error:
+            raise UnreadError(error.problems) from None
+        data_seconds = time.perf_counter() - started
+        if loaded is None:
+            raise StopIteration
+        self._ahead = self._thread.submit(self._load)
+        batch, layout = loaded
+        # Not in the thread: all hosts must begin their collective operations in the same order.
+        return dataclasses.replace(batch, arrays=layout.reshard(batch.arrays), data_seconds=data_seconds)
+
+    def close(self) -> None:
+        """Stops threads and worker processes; from now on `next` raises StopIteration."""
+        self._ahead = None
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
+
+    def __enter__(self) -> BatchIterator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _load(self) -> tuple[DeviceBatch, RowLayout] | None:
+        """Reads all loads of the next batch and transfers this host's rows; None after the last batch."""
+        part = next(self._parts, None)
+        if part is None:
+            return None
+        reads, layout = part
+        *micro_batches, _, num_tokens = layout.shape
+        shape = (math.prod(micro_batches), len(reads.host_slots), num_tokens)
+        fields = {name: np.zeros(shape, field_dtype(name)) for name in reads.source.fields}
+        loads = [next(self._reader) for _ in range(reads.loads_per_step)]
+        for load in loads:
+            for name, rows in load.rows.items():
+                fields[name][load.micro_batches, load.places] = rows
+        shape = (*micro_batches, *shape[1:])
+        fields = {name: rows.reshape(shape) for name, rows in fields.items()}
+        arrays = layout.to_devices(jax.process_index(), fields)
+        batch = DeviceBatch(arrays, loads[0].example_ids, reads.micro_batches, loads[0].attention_imbalance)
+        return batch, layout

@@ -6,11 +6,11 @@ fractions, and rounding happens in integers, so that all hosts agree.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
 import heapq
-import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,11 @@ from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, SourceList, UserError
 from maxtext_lite.config.errors import any_of, rounded_text
 from maxtext_lite.config.keys import name_of_path, source_kind
-from maxtext_lite.data.order import FILE_ORDER, check_id, example_ids, examples_hash
+from maxtext_lite.data.order import FILE_ORDER, example_ids
 from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.rows import Documents
-from maxtext_lite.data.sources import ExampleSource, Opened, open_path, open_sources
+from maxtext_lite.data.source import ExampleSource, check_id
+from maxtext_lite.data.sources import Opened, open_path, open_sources
 
 LONGEST_PERIOD = 2**16
 """Rows of the longest period that is tabulated."""
@@ -113,20 +114,19 @@ class TreeRule:
 
     def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source at each of these positions of the mixture, and the position within that source; int64."""
-        sources = np.empty(len(positions), np.int64)
         ranks = positions.astype(np.uint64)
-        nodes, walking = np.zeros(len(positions), np.int64), np.arange(len(positions))
+        nodes = np.zeros(len(positions), np.int64)
+        walking = np.arange(len(positions))  # those that have not reached a source
         while len(walking):
-            here, rank = nodes[walking], ranks[walking]
-            shares = self.left_shares[here]
+            node = nodes[walking]
+            rank = ranks[walking]
+            shares = self.left_shares[node]
             before = _rounded_share(rank, shares)
-            right = _rounded_share(rank + np.uint64(1), shares) == before
-            ranks[walking] = np.where(right, rank - before, before)
-            nodes[walking] = self.children[here, right.astype(np.int64)]
-            is_source = nodes[walking] < 0
-            sources[walking[is_source]] = -1 - nodes[walking[is_source]]
-            walking = walking[~is_source]
-        return sources, ranks.astype(np.int64)
+            goes_right = _rounded_share(rank + np.uint64(1), shares) == before
+            ranks[walking] = np.where(goes_right, rank - before, before)
+            nodes[walking] = self.children[node, goes_right.astype(np.int64)]
+            walking = walking[nodes[walking] >= 0]
+        return -1 - nodes, ranks.astype(np.int64)
 
     def counts(self, n: int) -> list[int]:
         """Rows that each source has given after n rows."""
@@ -134,12 +134,12 @@ class TreeRule:
         waiting = [(0, n)]
         while waiting:
             node, rows = waiting.pop()
+            if node < 0:
+                counts[-1 - node] = rows
+                continue
             left = (rows * int(self.left_shares[node]) + 2**63) >> 64
-            for child, given in zip(self.children[node].tolist(), (left, rows - left), strict=True):
-                if child < 0:
-                    counts[-1 - child] = given
-                else:
-                    waiting.append((child, given))
+            left_child, right_child = self.children[node].tolist()
+            waiting += [(left_child, left), (right_child, rows - left)]
         return counts
 
 
@@ -148,13 +148,10 @@ MixtureRule: TypeAlias = PeriodicRule | TreeRule
 
 def position_of(rule: MixtureRule, source: int, rank: int) -> int:
     """The position of a mixture at which a source gives its row number `rank`, counted from 0."""
-    low, high = rank, rank + 1
-    while rule.counts(high)[source] <= rank:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if rule.counts(middle)[source] <= rank else (low, middle)
-    return low
+    end = rank + 1
+    while rule.counts(end)[source] <= rank:
+        end *= 2
+    return bisect.bisect_right(range(end), rank, key=lambda rows: rule.counts(rows)[source]) - 1
 
 
 @functools.lru_cache(maxsize=16)
@@ -165,7 +162,8 @@ def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
     first. Row j of s may be row n of the mixture, counted from 1, once n x share - j >= 1 / (2k - 2), and must be given
     before n x share - j exceeds 1 - 1 / (2k - 2).
     """
-    period, unit = sum(rows), max(2 * len(rows) - 2, 1)
+    period = sum(rows)
+    unit = max(2 * len(rows) - 2, 1)
     becoming: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row may be given from here on
     given = [0] * len(rows)
 
@@ -182,7 +180,8 @@ def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
             last = (unit * (given[source] + 1) - 1) * period // (unit * rows[source])
             heapq.heappush(ready, (last, source))
         _, source = heapq.heappop(ready)
-        source_of[n - 1], rank_of[n - 1] = source, given[source]
+        source_of[n - 1] = source
+        rank_of[n - 1] = given[source]
         given[source] += 1
         if given[source] < rows[source]:
             wait(source, n + 1)
@@ -191,30 +190,32 @@ def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
 
 def _rounded_share(rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """floor(rows x shares / 2**64 + 1/2), exact through 128-bit products; uint64."""
-    rows_high, rows_low, shares_high, shares_low = rows >> _HALF, rows & _LOW, shares >> _HALF, shares & _LOW
-    low, left, right = rows_low * shares_low, rows_high * shares_low, rows_low * shares_high
-    middle = (low >> _HALF) + (left & _LOW) + (right & _LOW)
+    rows_high = rows >> _HALF
+    rows_low = rows & _LOW
+    shares_high = shares >> _HALF
+    shares_low = shares & _LOW
+    left = rows_high * shares_low
+    right = rows_low * shares_high
+    middle = (rows_low * shares_low >> _HALF) + (left & _LOW) + (right & _LOW)
     high = rows_high * shares_high + (left >> _HALF) + (right >> _HALF) + (middle >> _HALF)
     return high + ((middle >> np.uint64(31)) & np.uint64(1))
 
 
 @functools.lru_cache(maxsize=16)
 def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
-    # Merge the two lightest; among equal weights, the earlier one.
     heap = [(share, source, -1 - source) for source, share in enumerate(shares)]
     heapq.heapify(heap)
-    merged: list[tuple[int, int, Fraction]] = []
-    while len(heap) > 1:
-        (light, _, one), (heavy, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        merged.append((one, other, light / (light + heavy)))
-        heapq.heappush(heap, (light + heavy, len(shares) + len(merged), len(merged) - 1))
-    last = len(merged) - 1  # the root, which becomes node 0
-    children = [[child if child < 0 else last - child for child in pair[:2]] for pair in reversed(merged)]
-    left = [min(max(round(share * 2**64), 1), 2**64 - 1) for _, _, share in reversed(merged)]
-    return TreeRule(np.array(children, np.int64), np.array(left, np.uint64))
-
-
-_SALT_BYTES = 8
+    root = len(shares) - 2  # nodes are numbered from the last one merged, the root
+    children = np.zeros((len(shares) - 1, 2), np.int64)
+    left_shares = np.zeros(len(shares) - 1, np.uint64)
+    for node in range(root, -1, -1):
+        # Merge the two lightest; among equal weights, the earlier one.
+        light, _, left = heapq.heappop(heap)
+        heavy, _, right = heapq.heappop(heap)
+        children[node] = left, right
+        left_shares[node] = min(max(round(light / (light + heavy) * 2**64), 1), 2**64 - 1)
+        heapq.heappush(heap, (light + heavy, len(shares) + root - node, node))
+    return TreeRule(children, left_shares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,11 +257,8 @@ class Mixture:
     @property
     def meaning(self) -> list[tuple[str, Fraction, int | None]]:
         """Everything that the rows depend on: neither names nor the scale of the weights."""
-        weights = [Fraction(part.row_weight) for part in self.parts]
-        return [
-            (part.fingerprint, weight / sum(weights), part.most_rows)
-            for part, weight in zip(self.parts, weights, strict=True)
-        ]
+        total = sum(Fraction(part.row_weight) for part in self.parts)
+        return [(part.fingerprint, Fraction(part.row_weight) / total, part.most_rows) for part in self.parts]
 
 
 History = tuple[Mixture, ...]
@@ -278,27 +276,23 @@ def continued(history: History, parts: Sequence[MixtureComponent], *, examples_s
     Raises:
       UserError: a source has the name of an earlier one but other rows.
     """
-    now = dataclasses.replace(history_of(parts)[0], examples_seen=examples_seen, tokens_seen=tokens_seen)
     known = {part.fingerprint for mixture in history for part in mixture.parts}
-    named = {part.name: part.fingerprint for mixture in history for part in mixture.parts}
-    changed = [
-        f"dataset_path: the source named {part.name} has other rows than the run's source of that name: its content or "
-        "its tokenizer has changed. Use the text and the tokenizer that the run began with, or give the new source a "
-        "name of its own."
-        for part in now.parts
-        if part.fingerprint not in known and part.name in named
-    ]
-    if changed:
-        raise UserError(changed)
+    named = {part.name for mixture in history for part in mixture.parts}
+    for part in parts:
+        if part.name in named and part.fingerprint not in known:
+            raise UserError(
+                f"dataset_path: the source named {part.name} has other rows than the run's source of that name. Give "
+                "it a name of its own, or use the run's text and tokenizer."
+            )
+    now = dataclasses.replace(history_of(parts)[0], examples_seen=examples_seen, tokens_seen=tokens_seen)
     if now.meaning == history[-1].meaning:
         return history
-    earlier = tuple(mixture for mixture in history if mixture.examples_seen < examples_seen)
+    earlier = [mixture for mixture in history if mixture.examples_seen < examples_seen]
     return (*earlier, now)
 
 
-def as_json(history: History) -> list[dict[str, Any]]:
-    """A history for a checkpoint; `Mixture.of` reads its entries."""
-    return [dataclasses.asdict(mixture) for mixture in history]
+NO_END = sys.maxsize
+"""The end of rows that have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,135 +300,115 @@ class MixtureSegment:
     """Rows mixed by one rule: from the first row of a mixture, or from where a source was left out.
 
     Attributes:
-      first: position in the run of the first row; `stop`: that after the last row, None: no end.
+      first: position in the run of the first row; `stop`: that after the last row, or NO_END.
       sources: fingerprints, in the order of the rule.
       given: rows that each source gave before.
     """
 
     first: int
-    stop: int | None
+    stop: int
     sources: tuple[str, ...]
     rule: MixtureRule
     given: tuple[int, ...]
 
     def counts(self, examples_seen: int) -> dict[str, int]:
-        """Rows that each source has contributed up to a position within the stretch or at its end."""
+        """Rows that each source has contributed up to a position within the segment or at its end."""
         more = self.rule.counts(examples_seen - self.first)
         return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
 
 
 class MixtureSchedule:
-    """The row at each position of a run, according to its history. Picklable and immutable.
+    """Which source gives each row of a run, according to its history. Picklable and immutable.
 
     A source that has reached its limit is left out from its next turn on; the others continue by their weights.
 
     Attributes:
       last: the current mixture of the run.
-      stretches: in order, without gaps; the last one ends only if no source is left.
+      segments: in order, without gaps; the last one ends only if no source is left.
       left_out: the sources that the last mixture leaves out, in order: fingerprints, and the positions in the run where
         each would have given another row.
       lone: the fingerprint of the source with which the run began alone; None: it began with several.
     """
 
     def __init__(self, history: History):
-        first, self.last = history[0].parts, history[-1]
+        first = history[0].parts
         self.lone = first[0].fingerprint if len(first) == 1 else None
-        self.stretches: list[MixtureSegment] = []
+        self.last = history[-1]
+        self.segments: list[MixtureSegment] = []
         given: dict[str, int] = {}
         ends = [mixture.examples_seen for mixture in history[1:]]
-        for mixture, end in zip(history, [*ends, None], strict=True):
+        for mixture, end in zip(history, [*ends, NO_END], strict=True):
             self.left_out: dict[str, int] = {}
-            start: int | None = mixture.examples_seen
+            start = mixture.examples_seen
             live = list(mixture.parts)
-            while live and start is not None:
-                stretch, ended = _stretch(live, start, end, given)
-                self.stretches.append(stretch)
-                if stretch.stop is not None:
-                    given |= stretch.counts(stretch.stop)
-                start = None
-                if ended is not None and stretch.stop is not None:
-                    start = self.left_out[ended.fingerprint] = stretch.stop
-                    live.remove(ended)
+            while live:
+                segment, exhausted = _segment(live, start, end, given)
+                self.segments.append(segment)
+                given |= segment.counts(segment.stop)
+                if exhausted is None:
+                    break
+                start = segment.stop
+                self.left_out[exhausted.fingerprint] = start
+                live.remove(exhausted)
 
     @property
-    def end(self) -> int | None:
-        """The position from which no source has a row left; None: there is none."""
-        return self.stretches[-1].stop
-
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """The rows at positions `first .. first + count - 1` of the run.
-
-        Returns:
-          For each row the number of its source in the returned list of fingerprints, and its position within its
-          source, which counts on through epochs; int64 [count].
-        """
-        numbers, positions, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[str, int]()
-        for stretch in self.stretches:
-            stop = first + count if stretch.stop is None else min(first + count, stretch.stop)
-            here = np.arange(max(first, stretch.first), stop, dtype=np.int64)
-            if len(here):
-                sources, ranks = stretch.rule.rows_at(here - stretch.first)
-                own = [names.setdefault(name, len(names)) for name in stretch.sources]
-                numbers.append(np.array(own, np.int64)[sources])
-                positions.append(np.array(stretch.given, np.int64)[sources] + ranks)
-        found = np.concatenate(numbers)
-        if len(found) != count:
-            raise IndexError(f"rows {first} to {first + count - 1} of a run whose sources end at {self.end}")
-        return found, np.concatenate(positions), list(names)
+    def end(self) -> int:
+        """The position from which no source has a row left, or NO_END."""
+        return self.segments[-1].stop
 
     def given(self, examples_seen: int) -> dict[str, int]:
         """Rows that each source has given among the first `examples_seen` rows of the run."""
         counts: dict[str, int] = {}
-        for stretch in self.stretches:
-            if stretch.first <= examples_seen:
-                end = examples_seen if stretch.stop is None else min(examples_seen, stretch.stop)
-                counts |= stretch.counts(end)
+        for segment in self.segments:
+            if segment.first <= examples_seen:
+                counts |= segment.counts(min(examples_seen, segment.stop))
         return counts
 
     def seed(self, fingerprint: str, seed: int) -> int:
         """The seed of a source's order: data_shuffle_seed itself for the source with which the run began alone."""
         if seed == FILE_ORDER or fingerprint == self.lone:
             return seed
-        return int.from_bytes(hashlib.sha256(f"{seed}:{fingerprint}".encode()).digest()[:_SALT_BYTES], "big")
+        return _hash(f"{seed}:{fingerprint}")
 
     def salt(self, fingerprint: str) -> int:
         """An offset for hashing the rows of a source; 0 for the source with which the run began alone."""
-        if fingerprint == self.lone:
-            return 0
-        return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:_SALT_BYTES], "big")
+        return 0 if fingerprint == self.lone else _hash(fingerprint)
 
 
-def _stretch(
-    live: Sequence[MixtureComponent], start: int, end: int | None, given: Mapping[str, int]
+def _segment(
+    live: Sequence[MixtureComponent], start: int, end: int, given: Mapping[str, int]
 ) -> tuple[MixtureSegment, MixtureComponent | None]:
     """The rows from `start` that these sources give, and the source whose limit ends them before `end`, if any."""
     rule = rule_of([Fraction(part.row_weight) for part in live])
     before = tuple(given.get(part.fingerprint, 0) for part in live)
-    ended: MixtureComponent | None = None
+    exhausted: MixtureComponent | None = None
     for number, (part, rows) in enumerate(zip(live, before, strict=True)):
         if part.most_rows is None:
             continue
         stop = start + position_of(rule, number, max(part.most_rows - rows, 0))
-        if end is None or stop < end:
-            end, ended = stop, part
-    return MixtureSegment(start, end, tuple(part.fingerprint for part in live), rule, before), ended
+        if stop < end:
+            end = stop
+            exhausted = part
+    return MixtureSegment(start, end, tuple(part.fingerprint for part in live), rule, before), exhausted
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 MIXTURE = "mixture:"
 """Prefix of a mixture's fingerprint; the run's history records when it had which sources."""
 
-_MOST_COUNTED = 2**20  # ids at a time
-
 
 @dataclasses.dataclass(frozen=True)
-class MixtureSource:
+class MixtureSource(ExampleSource):
     """Sources whose examples are numbered consecutively: those of the first, then those of the second, and so on.
 
     Attributes:
       parts: the part of each source in the mixture, in the order of fingerprints; for held-out examples those of the
         corresponding training sources, or the held-out sets of the config, in their order.
       sources: in the same order.
-      stream: the example at each position of the run; None for held-out examples, which have no such positions.
+      stream: which source gives each row of the run; None for held-out examples, which are read in order.
     """
 
     parts: tuple[MixtureComponent, ...]
@@ -452,33 +426,12 @@ class MixtureSource:
 
     @property
     def fields(self) -> Sequence[str]:
-        """See `ExampleSource`; the same for all sources."""
+        """The same for all sources."""
         return self.sources[0].fields
 
     @property
-    def notes(self) -> Sequence[str]:
-        """The notes of the sources, with their names."""
-        named = zip(self.parts, self.sources, strict=True)
-        return [f"{part.name}: {note}" for part, source in named for note in source.notes]
-
-    @property
-    def num_sequences(self) -> int:
-        """See `ExampleSource`."""
-        return sum(source.num_sequences for source in self.sources)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The special tokens with which the answers of some source end."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(source.ends for source in self.sources)))
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The entries of all sources, with their names."""
-        named = zip(self.parts, self.sources, strict=True)
-        return [about | {"name": part.name} for part, source in named for about in source.describe()]
-
-    @property
     def num_tokens(self) -> int:
-        """See `ExampleSource`; the same for all sources."""
+        """The same for all sources."""
         return self.sources[0].num_tokens
 
     @property
@@ -486,26 +439,50 @@ class MixtureSource:
         """Target tokens of all examples."""
         return sum(source.num_target_tokens for source in self.sources)
 
+    @property
+    def num_sequences(self) -> int:
+        """Those of all sources."""
+        return sum(source.num_sequences for source in self.sources)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the sources, with their names."""
+        return [f"{name}: {note}" for name, source in self.named().items() for note in source.notes]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The special tokens with which the answers of some source end."""
+        return tuple(dict.fromkeys(end for source in self.sources for end in source.ends))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The entries of all sources, with their names."""
+        return [about | {"name": name} for name, source in self.named().items() for about in source.describe()]
+
+    def named(self) -> dict[str, ExampleSource]:
+        """The sources by name."""
+        return {part.name: source for part, source in zip(self.parts, self.sources, strict=True)}
+
     def __len__(self) -> int:
         return int(self._first_ids[-1])
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example. Raises IndexError outside [0, len)."""
         check_id(example_id, len(self))
-        number = int(np.searchsorted(self._first_ids, example_id, side="right")) - 1
+        number = int(self._numbers(np.array(example_id)))
         return self.sources[number][example_id - int(self._first_ids[number])]
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples; repeated ids count repeatedly."""
         numbers = self._numbers(example_ids)
-        return sum(
-            source.count_targets(example_ids[numbers == number] - first)
-            for number, (source, first) in enumerate(zip(self.sources, self._first_ids.tolist(), strict=False))
-        )
+        tokens = 0
+        for number, source in enumerate(self.sources):
+            tokens += source.count_targets(example_ids[numbers == number] - self._first_ids[number])
+        return tokens
 
     def documents(self, example_ids: np.ndarray) -> Documents | None:
-        """See `ExampleSource`."""
-        numbers, found = self._numbers(example_ids), list[Documents]()
+        """The documents in these examples; None if a source does not know its own."""
+        numbers = self._numbers(example_ids)
+        found: list[Documents] = []
         for number in np.unique(numbers).tolist():
             own = np.flatnonzero(numbers == number)
             documents = self.sources[number].documents(example_ids[own] - self._first_ids[number])
@@ -518,41 +495,41 @@ class MixtureSource:
         """The number of each example's source; int64."""
         return np.searchsorted(self._first_ids, ids, side="right") - 1
 
-    def with_stream(self, stream: MixtureSchedule) -> MixtureSource:
-        """The same sources in a run with this history."""
-        return dataclasses.replace(self, stream=stream)
-
-    def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
-        """The examples at these positions of the run, int64."""
-        numbers, positions, fingerprints = self._stream.rows(first, count)
-        ids = np.empty(count, np.int64)
-        places = {part.fingerprint: place for place, part in enumerate(self.parts)}
-        for number, fingerprint in enumerate(fingerprints):
-            own = numbers == number
-            if not own.any():
-                continue
-            if (place := places.get(fingerprint)) is None:
-                raise UserError("dataset_path: the run has read rows here from a source that is no longer listed.")
-            keys = {"num_examples": len(self.sources[place]), "seed": self._stream.seed(fingerprint, seed)}
-            # The positions within a source are consecutive, whatever lies between its rows.
-            ids[own] = self._first_ids[place] + example_ids(int(positions[own][0]), int(own.sum()), **keys)
-        return ids
-
-    def hashed(self, ids: np.ndarray) -> np.ndarray:
-        """Values for `order.examples_hash` in place of ids, which change with the list of sources; uint64."""
-        hashed = np.empty(len(ids), np.uint64)
-        numbers = self._numbers(ids)
-        for number, part in enumerate(self.parts):
-            own = numbers == number
-            rows = (ids[own] - self._first_ids[number]).astype(np.uint64)
-            hashed[own] = rows + np.uint64(self._stream.salt(part.fingerprint))
-        return hashed
-
     def row_ids(self, ids: np.ndarray) -> list[tuple[str, int]]:
         """For each example the name of its source and its number there."""
         numbers = self._numbers(ids)
-        rows = (ids - self._first_ids[numbers]).tolist()
-        return [(self.parts[number].name, row) for number, row in zip(numbers.tolist(), rows, strict=True)]
+        rows = ids - self._first_ids[numbers]
+        return [(self.parts[number].name, row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
+
+    def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
+        """The examples at these positions of the run, or of the held-out examples; int64."""
+        if self.stream is None:
+            return super().ids_of_run(first, count, seed)
+        assert first + count <= self.stream.end
+        ids = np.empty(count, np.int64)
+        places = {part.fingerprint: place for place, part in enumerate(self.parts)}
+        for segment in self.stream.segments:
+            here = np.arange(max(first, segment.first), min(first + count, segment.stop))
+            sources, ranks = segment.rule.rows_at(here - segment.first)
+            for number in np.unique(sources).tolist():
+                fingerprint = segment.sources[number]
+                if fingerprint not in places:
+                    raise UserError("dataset_path: the run has read rows here from a source that is no longer listed.")
+                place = places[fingerprint]
+                own = sources == number
+                # The positions within a source are consecutive, whatever lies between its rows.
+                position = segment.given[number] + int(ranks[own][0])
+                num_examples = len(self.sources[place])
+                own_seed = self.stream.seed(fingerprint, seed)
+                own_ids = example_ids(position, int(own.sum()), num_examples=num_examples, seed=own_seed)
+                ids[here[own] - first] = self._first_ids[place] + own_ids
+        return ids
+
+    def hashed(self, ids: np.ndarray) -> np.ndarray:
+        """For each example its number in its source plus an offset of the source, uint64: ids depend on the list."""
+        salts = np.array([self._stream.salt(part.fingerprint) for part in self.parts], np.uint64)
+        numbers = self._numbers(ids)
+        return (ids - self._first_ids[numbers]).astype(np.uint64) + salts[numbers]
 
     def epochs(self, examples_seen: int) -> dict[str, float]:
         """How often each source has been read up to a position of the run, by name."""
@@ -560,18 +537,21 @@ class MixtureSource:
         named = zip(self.parts, self.sources, strict=True)
         return {part.name: given.get(part.fingerprint, 0) / len(source) for part, source in named}
 
-    def target_tokens(self, first: int, stop: int, seed: int) -> dict[str, int]:
+    def tokens_by_source(self, first: int, stop: int, seed: int) -> dict[str, int]:
         """Exact target tokens that each source gives between two positions of the run, by name."""
-        before, after = self._stream.given(first), self._stream.given(stop)
-        return {
-            part.name: _target_tokens(
-                source,
-                before.get(part.fingerprint, 0),
-                after.get(part.fingerprint, 0),
-                self._stream.seed(part.fingerprint, seed),
-            )
-            for part, source in zip(self.parts, self.sources, strict=True)
-        }
+        before = self._stream.given(first)
+        after = self._stream.given(stop)
+        tokens: dict[str, int] = {}
+        for part, source in zip(self.parts, self.sources, strict=True):
+            first_row = before.get(part.fingerprint, 0)
+            stop_row = after.get(part.fingerprint, 0)
+            own_seed = self._stream.seed(part.fingerprint, seed)
+            tokens[part.name] = source.target_tokens(first_row, stop_row, own_seed)
+        return tokens
+
+    def target_tokens(self, first: int, stop: int, seed: int) -> int:
+        """Exact target tokens between two positions of the run."""
+        return sum(self.tokens_by_source(first, stop, seed).values())
 
     @property
     def _stream(self) -> MixtureSchedule:
@@ -579,63 +559,42 @@ class MixtureSource:
         return self.stream
 
 
-def each_config(config: DataConfig) -> list[DataConfig]:
-    """The config of each source by itself; the first also gets the held-out text, if there is one without a name."""
-    if isinstance(config.eval_dataset_path, SourceList):
-        config = config.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
-    if not isinstance(config.dataset_path, SourceList):
-        return [config]
-    first, *others = [{"dataset_path": entry.path} for entry in config.dataset_path.entries]
-    none = {"eval_dataset_path": "", "eval_fraction": 0.0} if config.eval_dataset_path else {}
-    return [config.model_copy(update=update) for update in [first, *(other | none for other in others)]]
-
-
-def joined(config: DataConfig, opened: Sequence[Opened], held_out: Sequence[ExampleSource]) -> Opened:
-    """The sources opened for each of `each_config`, as one; the source itself if the config does not list several.
-
-    Args:
-      held_out: the held-out sets that the config names.
-    Raises:
-      UserError: two sources have the same rows.
-    """
-    training, held_out_of_training = _joined(config, opened)
-    if not isinstance(config.eval_dataset_path, SourceList):
-        return training, held_out_of_training
-    named = zip(config.eval_dataset_path.entries, held_out, strict=True)
-    parts = tuple(MixtureComponent(entry.name, source.fingerprint, "1", None) for entry, source in named)
-    return training, MixtureSource(parts, tuple(held_out))
-
-
-def _joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
-    if not isinstance(config.dataset_path, SourceList):
-        return opened[0]
-    parts = parts_of(config, [training for training, _ in opened])
-    training = _in_order(parts, [training for training, _ in opened])
-    named = [(part, source) for part, (_, source) in zip(parts, opened, strict=True) if source is not None]
-    if not named or config.eval_dataset_path:
-        return training, opened[0][1]
-    return training, _in_order(*zip(*named, strict=True))
+# ---- The sources of a config ------------------------------------------------------------------------------------
 
 
 def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
-    """All sources that the config lists, opened by `open_sources` as for a run, as one.
+    """The training and held-out examples of all sources that the config lists, as one source each.
 
     Raises:
       UserError: one cannot be opened, or two have the same rows.
     """
-    return joined(config, *opened_sources(config, vocab_size=vocab_size))
+    if isinstance(config.eval_dataset_path, SourceList):
+        without = config.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
+        training, _ = open_mixture(without, vocab_size=vocab_size)
+        sets: list[tuple[MixtureComponent, ExampleSource]] = []
+        for entry in config.eval_dataset_path.entries:
+            source = open_path(config, key="eval_dataset_path", path=entry.path, vocab_size=vocab_size)
+            sets.append((MixtureComponent(entry.name, source.fingerprint, "1", None), source))
+        return training, _mixed(sets)
+    if not isinstance(config.dataset_path, SourceList):
+        return open_sources(config, vocab_size=vocab_size)
+    has_eval_path = bool(config.eval_dataset_path)
+    opened: list[Opened] = []
+    for entry in config.dataset_path.entries:
+        opened.append(open_sources(config.model_copy(update={"dataset_path": entry.path}), vocab_size=vocab_size))
+        if has_eval_path:  # its text is opened with the first source
+            config = config.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
+    parts = parts_of(config, [training for training, _ in opened])
+    by_fingerprint = sorted(zip(parts, opened, strict=True), key=lambda pair: pair[0].fingerprint)
+    training = _mixed([(part, training) for part, (training, _) in by_fingerprint])
+    held_out = [(part, source) for part, (_, source) in by_fingerprint if source is not None]
+    if has_eval_path:
+        return training, held_out[0][1]
+    return training, _mixed(held_out) if held_out else None
 
 
-def opened_sources(config: Config, *, vocab_size: int | None) -> tuple[Sequence[Opened], Sequence[ExampleSource]]:
-    """What a run has of each source that the config lists, and each held-out set that it names.
-
-    Arguments and errors as of `open_sources`.
-    """
-    opened = [open_sources(each, vocab_size=vocab_size) for each in each_config(config)]
-    listed = config.eval_dataset_path
-    entries = listed.entries if isinstance(listed, SourceList) else ()
-    held_out = [open_path(config, key="eval_dataset_path", path=entry.path, vocab_size=vocab_size) for entry in entries]
-    return opened, held_out
+def _mixed(sources: Sequence[tuple[MixtureComponent, ExampleSource]]) -> MixtureSource:
+    return MixtureSource(tuple(part for part, _ in sources), tuple(source for _, source in sources))
 
 
 def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[MixtureComponent]:
@@ -648,79 +607,20 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Mixtu
     """
     if isinstance(sources[0], MixtureSource):
         return list(sources[0].parts)
-    if isinstance(sources[0], OwnExamples):
-        return [MixtureComponent("", sources[0].fingerprint, "1", None)]
     if not isinstance(config.dataset_path, SourceList):
-        return [MixtureComponent(name_of_path(config.dataset_path), sources[0].fingerprint, "1", None)]
+        name = "" if isinstance(sources[0], OwnExamples) else name_of_path(config.dataset_path)
+        return [MixtureComponent(name, sources[0].fingerprint, "1", None)]
     parts: dict[str, MixtureComponent] = {}
     for entry, source in zip(config.dataset_path.entries, sources, strict=True):
-        if twin := parts.get(source.fingerprint):
+        if source.fingerprint in parts:
             raise UserError(
-                f"dataset_path: the sources {twin.name} and {entry.name} have the same rows. Leave out one, and "
-                "give the other the sum of their weights."
+                f"dataset_path: the sources {parts[source.fingerprint].name} and {entry.name} have the same rows. "
+                "Leave out one, and give the other the sum of their weights."
             )
         most = None if entry.max_epochs == -1 else int(entry.max_epochs * len(source))
         weight = entry.weight * len(source) / source.num_target_tokens
         parts[source.fingerprint] = MixtureComponent(entry.name, source.fingerprint, str(weight), most)
     return list(parts.values())
-
-
-def _in_order(parts: Sequence[MixtureComponent], sources: Sequence[ExampleSource]) -> MixtureSource:
-    ordered = sorted(zip(parts, sources, strict=True), key=lambda pair: pair[0].fingerprint)
-    return MixtureSource(tuple(part for part, _ in ordered), tuple(source for _, source in ordered))
-
-
-def named_sources(source: ExampleSource) -> dict[str, ExampleSource]:
-    """The sources of a mixture by name; any other source under an empty name."""
-    if not isinstance(source, MixtureSource):
-        return {"": source}
-    return {part.name: each for part, each in zip(source.parts, source.sources, strict=True)}
-
-
-def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> np.ndarray:
-    """The examples at positions `first` to `first + count - 1` of a run with one source or a mixture; int64."""
-    if isinstance(source, MixtureSource):
-        return source.ids_of_run(first, count, seed)
-    return example_ids(first, count, num_examples=len(source), seed=seed)
-
-
-def hash_of_run(source: ExampleSource, ids: np.ndarray) -> str:
-    """`order.examples_hash` of examples that a run consumed, from one source or a mixture."""
-    return examples_hash(source.hashed(ids) if isinstance(source, MixtureSource) else ids)
-
-
-def target_tokens_between(source: ExampleSource, first: int, stop: int, *, seed: int) -> int:
-    """Exact target tokens of the examples at positions `first` to `stop - 1` of a run."""
-    if isinstance(source, MixtureSource):
-        return sum(source.target_tokens(first, stop, seed).values())
-    return _target_tokens(source, first, stop, seed)
-
-
-def _target_tokens(source: ExampleSource, first: int, stop: int, seed: int) -> int:
-    """The same for one source; of an incomplete epoch, the smaller of the part and the rest is counted."""
-    if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
-        return (stop - first) * source.num_tokens
-
-    def count(start: int, end: int) -> int:
-        pieces = [(at, min(at + _MOST_COUNTED, end)) for at in range(start, end, _MOST_COUNTED)]
-        return sum(
-            source.count_targets(example_ids(at, to - at, num_examples=len(source), seed=seed)) for at, to in pieces
-        )
-
-    tokens = 0
-    while first < stop:
-        epoch, place = divmod(first, len(source))
-        here = min(stop - first, len(source) - place)
-        if here == len(source):  # this and all other whole epochs
-            here = (stop - first) // len(source) * len(source)
-            tokens += here // len(source) * source.num_target_tokens
-        elif 2 * here <= len(source):
-            tokens += count(first, first + here)
-        else:
-            start, end = epoch * len(source), (epoch + 1) * len(source)
-            tokens += source.num_target_tokens - count(start, first) - count(first + here, end)
-        first += here
-    return tokens
 
 
 def with_history(
@@ -744,10 +644,13 @@ def with_history(
         before = tuple(Mixture.of(entries) for entries in saved)
         history = continued(before, parts, examples_seen=seen[0], tokens_seen=seen[1])
     if isinstance(source, MixtureSource):
-        source = source.with_stream(MixtureSchedule(history))
+        source = dataclasses.replace(source, stream=MixtureSchedule(history))
     elif len(history) > 1:
         source = MixtureSource(tuple(parts), (source,), MixtureSchedule(history))
-    return source, as_json(history)
+    return source, [dataclasses.asdict(mixture) for mixture in history]
+
+
+# ---- The end of a run, and what it reads --------------------------------------------------------------------------
 
 
 def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, examples_seen: int) -> int:
@@ -757,26 +660,28 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
       UserError: a source would exceed its max_epochs, or no source would be left.
     """
     left = plan.length.steps_left(step, examples_seen)
-    ends = plan.length.examples_after(left, examples_seen)
-    ended = _ended(source, ends)
-    if not ended:
+    end = plan.length.examples_after(left, examples_seen)
+    exhausted = _exhausted(source, end)
+    if not exhausted:
         return left
-    (name, position), *_ = ended.items()
-    mode, last = config.mixture_exhausted, source.stream.end
-    is_never_empty = last is None or ends <= last
-    if mode == "drop" and is_never_empty:
-        return left
-    said = f"max_epochs of the source {name} is reached at example {position:,}"
-    if mode == "drop" and last is not None:
-        said, position = f"max_epochs leaves no source after example {last:,}", last
+    mode = config.mixture_exhausted
+    name, position = next(iter(exhausted.items()))
+    reached = f"max_epochs of the source {name} is reached at example {position:,}"
+    if mode == "drop":
+        if end <= source.stream.end:
+            return left
+        position = source.stream.end
+        reached = f"max_epochs leaves no source after example {position:,}"
     fitting = plan.length.steps_within(examples_seen, position)
-    if mode == "stop" and step + fitting:
-        return fitting
-    works = [f"steps={step + fitting}", "mixture_exhausted=stop"] if step + fitting else []
-    works += ["mixture_exhausted=drop"] if is_never_empty else []
-    raise UserError(
-        f"dataset_path: {said}, and the run has {ends:,}. Nearest that work: {any_of([*works, 'a larger max_epochs'])}."
-    )
+    works: list[str] = []
+    if step + fitting:
+        if mode == "stop":
+            return fitting
+        works += [f"steps={step + fitting}", "mixture_exhausted=stop"]
+    if end <= source.stream.end:
+        works.append("mixture_exhausted=drop")
+    nearest = any_of([*works, "a larger max_epochs"])
+    raise UserError(f"dataset_path: {reached}, and the run has {end:,}. Nearest that work: {nearest}.")
 
 
 def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
@@ -787,7 +692,7 @@ def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
     return "none is left" if stated is None else f"none is left of the {stated} that are asked for"
 
 
-def _ended(source: Any, end: int) -> dict[str, int]:
+def _exhausted(source: Any, end: int) -> dict[str, int]:
     """The sources that reach their limit before a run's end: names, and the positions of their next turns."""
     if not isinstance(source, MixtureSource) or source.stream is None:
         return {}
@@ -802,36 +707,42 @@ def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:
     """
     if not isinstance(source, MixtureSource) or source.stream is None:
         return []
-    before, after = source.epochs(first), source.epochs(end)
-    table: list[dict[str, Any]] = [
-        {
-            "name": part.name,
-            "examples": len(each),
-            "target_tokens": each.num_target_tokens,
-            "rows": round((after[part.name] - before[part.name]) * len(each)),
-            "token_share": (after[part.name] - before[part.name]) * each.num_target_tokens,
-            "epochs": after[part.name],
-        }
-        for part, each in zip(source.parts, source.sources, strict=True)
-    ]
+    before = source.epochs(first)
+    after = source.epochs(end)
+    table: list[dict[str, Any]] = []
+    for name, each in source.named().items():
+        epochs = after[name] - before[name]
+        table.append(
+            {
+                "name": name,
+                "examples": len(each),
+                "target_tokens": each.num_target_tokens,
+                "rows": round(epochs * len(each)),
+                "token_share": epochs * each.num_target_tokens,
+                "epochs": after[name],
+            }
+        )
     total = sum(row["token_share"] for row in table) or 1
-    return [row | {"token_share": row["token_share"] / total} for row in table]
+    for row in table:
+        row["token_share"] /= total
+    return table
 
 
 def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> list[str]:
     """A `mixture_table` for people, with the sources that the run leaves out, or the one that ends it."""
-    stops = config.mixture_exhausted == "stop"
-    ended = list(_ended(source, sys.maxsize if stops else end).items())
-    what = f"the run ends with example {end:,}" if stops else "the others go on"
-    return [
+    sentences = [
         f"source {row['name']}: {row['examples']:,} examples, {row['target_tokens']:,} target tokens; {row['rows']:,} "
         f"rows to be read, {row['token_share']:.4%} of the tokens; {rounded_text(row['epochs'])} epochs in the "
         "whole run"
         for row in mixture_table(source, first, end)
-    ] + [
-        f"source {name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"
-        for name, position in (ended[:1] if stops else ended)
     ]
+    stops = config.mixture_exhausted == "stop"
+    for name, position in _exhausted(source, NO_END if stops else end).items():
+        then = f"the run ends with example {end:,}" if stops else "the others go on"
+        sentences.append(f"source {name} reaches its max_epochs at example {position:,}: {then}")
+        if stops:
+            break
+    return sentences
 
 
 def early_stop_note(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
@@ -847,9 +758,8 @@ def early_stop_note(config: Config, plan: BatchPlan, *, steps: int, examples_see
     last = plan.schedule_end(config.schedule_unit, steps, examples_seen)
     # Tokens are taken to be as many in each example.
     end = steps if config.schedule_unit == "steps" else examples_seen / plan.global_batch_to_train
-    at_end, planned = (
-        float(decay(config, np.float64(u), last, np) * warm_up(config, np.float64(u), last, np)) for u in (end, last)
-    )
+    positions = np.array([end, last], float)
+    at_end, planned = (decay(config, positions, last, np) * warm_up(config, positions, last, np)).tolist()
     if at_end <= planned:
         return []
     return [

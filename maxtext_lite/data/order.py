@@ -7,13 +7,9 @@ every host knows both without asking another.
 
 from __future__ import annotations
 
-import fractions
 import functools
-from typing import Any
 
 import numpy as np
-
-from maxtext_lite.config import UserError
 
 FILE_ORDER = -1
 """The `data_shuffle_seed` that keeps the order of the files in every epoch."""
@@ -155,48 +151,3 @@ def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray | np.uint64:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-class Source:
-    """The base of sources: what is the same for most; see `sources.ExampleSource`."""
-
-    ends: tuple[int, ...] = ()
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of examples."""
-        return len(self)
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def describe(self) -> list[dict[str, Any]]:
-        """No entries."""
-        return []
-
-
-def num_held_out(eval_fraction: float, count: int, what: str, *, more: str = "data, a smaller") -> int:
-    """Examples to hold out: floor(eval_fraction x count), but at least one; 0 if the fraction is 0.
-
-    Args:
-      what: what is counted, for messages.
-      more: what there should be more of or fewer of, for messages.
-    Raises:
-      UserError: nothing is left to train on.
-    """
-    if eval_fraction == 0:
-        return 0
-    # In decimal, as it was written: 0.29 of 100 is 29, where binary floating point gives 28.
-    held_out = max(1, int(fractions.Fraction(repr(float(eval_fraction))) * count))
-    if held_out >= count:
-        raise UserError(
-            f"eval_fraction={eval_fraction} holds out {held_out} of {count} {what} and leaves none to train on. "
-            f"Use more {more} eval_fraction, or eval_fraction=0 for no evaluation."
-        )
-    return held_out
-
-
-def check_id(number: int, count: int, what: str = "example") -> None:
-    """Raises IndexError outside [0, count)."""
-    if not 0 <= number < count:
-        raise IndexError(f"{what} {number} of {count}")

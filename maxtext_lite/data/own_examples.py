@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.order import Source
 from maxtext_lite.data.rows import FIELDS, field_dtype
+from maxtext_lite.data.source import ExampleSource
 
 
 class Examples(Protocol):
@@ -39,8 +39,8 @@ class Examples(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnExamples(Source):
-    """A user's examples as a source; see `sources.ExampleSource`.
+class OwnExamples(ExampleSource):
+    """A user's examples as a source.
 
     Attributes:
       num_tokens: required length of each example.
@@ -52,8 +52,6 @@ class OwnExamples(Source):
     num_tokens: int
     vocab_size: int
     fields: tuple[str, ...]
-
-    notes = ()
 
     @property
     def fingerprint(self) -> str:
@@ -68,9 +66,6 @@ class OwnExamples(Source):
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, which must be read."""
         return sum(int(np.count_nonzero(self[int(number)]["weights"] > 0)) for number in example_ids)
-
-    def documents(self, example_ids: np.ndarray) -> None:
-        """None: the examples would have to be read."""
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.order import Source, check_id, num_held_out
 from maxtext_lite.data.prepared import open_prepared
 from maxtext_lite.data.rows import (
     FIELDS,
@@ -29,6 +28,7 @@ from maxtext_lite.data.rows import (
     rows_of,
     segments_row,
 )
+from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_cache import tokenized_text
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
@@ -38,61 +38,6 @@ SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
 
 _MOST_COUNTED = 2**25  # documents that take about a second
-
-
-class ExampleSource(Protocol):
-    """A picklable sequence of examples, each as `rows.build_row` describes it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for sources with the same examples in the same order, wherever their files are."""
-        ...
-
-    @property
-    def fields(self) -> Sequence[str]:
-        """Names of an example's arrays; `rows.field_dtype` gives their dtypes."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences on what the files contain and the examples do not."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an example: the length of its arrays."""
-        ...
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Target tokens of all examples."""
-        ...
-
-    @property
-    def num_sequences(self) -> int:
-        """Conversations or pairs, which are never divided; elsewhere examples."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]: ...
-
-    def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples; repeated ids count repeatedly."""
-        ...
-
-    def documents(self, example_ids: np.ndarray) -> Documents | None:
-        """The documents in these examples; None if they are unknown, or each example is one document."""
-        ...
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The special tokens with which its answers end, if it has answers; the most frequent first."""
-        ...
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The entries of plan.json about its files, for a run's report, each with the `name` of its source."""
-        ...
 
 
 Opened = tuple[ExampleSource, ExampleSource | None]
@@ -150,7 +95,7 @@ def _tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSource(Source):
+class TextSource(ExampleSource):
     """Rows of tokenized documents.
 
     Attributes:
@@ -160,7 +105,6 @@ class TextSource(Source):
       first_row: the row of example 0.
       num_rows: number of examples.
       stream_fingerprint: hash of tokens and documents.
-      notes: as in `ExampleSource`.
     """
 
     stream: TokenStream
@@ -211,7 +155,7 @@ class TextSource(Source):
         return self.row_layout.count_targets(self.first_row + example_ids)
 
     def documents(self, example_ids: np.ndarray) -> Documents:
-        """See `ExampleSource`."""
+        """The documents in these examples."""
         return self.row_layout.documents(self.first_row + example_ids)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -236,7 +180,7 @@ class TextSource(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticSource(Source):
+class SyntheticSource(ExampleSource):
     """Full rows of uniformly random tokens, one document each: a pure function of (seed, example id)."""
 
     seed: int
@@ -245,7 +189,6 @@ class SyntheticSource(Source):
     vocab_size: int
 
     fields = FIELDS
-    notes = ()
 
     @property
     def fingerprint(self) -> str:
@@ -270,9 +213,6 @@ class SyntheticSource(Source):
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples: all of their tokens."""
         return len(example_ids) * self.num_tokens
-
-    def documents(self, example_ids: np.ndarray) -> None:
-        """None: each example is one."""
 
 
 def open_synthetic(

@@ -9,9 +9,8 @@ import optax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.phases import phases
-from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_tokenizer
+from maxtext_lite.data import MixtureSource, field_dtype, load_tokenizer
 from maxtext_lite.data.excluded import left_out
-from maxtext_lite.data.mixture import ids_of_run
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, step_gradients
@@ -48,7 +47,7 @@ class RowLoss:
     num_counted: float
 
 
-def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, int, int], list[RowLoss]]:
+def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[RowLoss]]:
     """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
 
     `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a
@@ -79,7 +78,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
         return tokenizer.decode(ids[ids < tokenizer.vocab_size])[:_TEXT_LETTERS]
 
     def row_losses(state: TrainState, first: int, count: int) -> list[RowLoss]:
-        ids = ids_of_run(source, first, count, seed=run.config.data_shuffle_seed)
+        ids = source.ids_of_run(first, count, run.config.data_shuffle_seed)
         ids = ids[~left_out(ids, first, run.excluded)]
         names = source.row_ids(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
         params, frozen = jax.block_until_ready((state.params, state.frozen))

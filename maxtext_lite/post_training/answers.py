@@ -11,8 +11,8 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import counted
-from maxtext_lite.data.order import Source, check_id, num_held_out
 from maxtext_lite.data.rows import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
+from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_encoder import LONGEST_TAIL, TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -90,23 +90,23 @@ class Sequences:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerSource(Source):
+class AnswerSource(ExampleSource):
     """Examples of whole sequences, each of one row, for SFT.
 
     Attributes:
       columns: for each row of an example, all sequences from which that row takes its own.
       rows: numbers of the sequences of each example, the same in every column.
       row_tokens: tokens of one row.
-      notes: what became of lines that the examples do not contain as they stand; sentences for the user.
       content: hash of the sequences and of the tokenizer.
+      notes: what became of lines that the examples do not contain as they stand; sentences for the user.
       ends: the special and added tokens with which answers end, the most frequent first.
     """
 
     columns: tuple[Sequences, ...]
     rows: FilledRows
     row_tokens: int
-    notes: tuple[str, ...]
     content: str
+    notes: tuple[str, ...] = ()
     ends: tuple[int, ...] = ()
 
     dataset_type = "sft"
@@ -155,7 +155,7 @@ class AnswerSource(Source):
         return int(of_rows[example_ids].sum())
 
     def documents(self, example_ids: np.ndarray) -> Documents:
-        """See `sources.ExampleSource`: the sequences of all rows."""
+        """The documents in these examples: the sequences of all rows."""
         found = [self.rows.documents(example_ids, column.starts, self.row_tokens) for column in self.columns]
         return Documents(*map(np.concatenate, zip(*found, strict=True)))
 
@@ -246,7 +246,7 @@ def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], name
     ends = sum((sequences.ends(config.max_target_length) for sequences in columns), Counter[tuple[int, ...]]())
     known = (_closing(tail, tokenizer) for tail, _ in ends.most_common())
     learned = tuple(dict.fromkeys(end for end in known if end is not None))
-    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), learned)
+    return source(columns, rows, config.max_target_length, content.hexdigest(), notes, learned)
 
 
 def _closing(tail: Sequence[int], tokenizer: Tokenizer) -> int | None:

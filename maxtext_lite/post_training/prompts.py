@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
-from maxtext_lite.data.order import Source, check_id, example_ids, num_held_out
+from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -51,38 +52,18 @@ class Prompt:
     is_plain: bool = False
 
 
-class PromptSource(Protocol):
-    """A sequence of prompts."""
+class PromptSource(ExampleSource):
+    """A sequence of prompts, which a run reads in the order of examples.
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal for sources with the same prompts in the same order, wherever their files are."""
-        ...
+    Attributes:
+      field_names: the keys that some prompt has among its `fields`.
+    """
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences on what the files contain and the prompts do not."""
-        ...
+    field_names: Any
 
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        """The keys that some prompt has among its `fields`."""
-        ...
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """None: prompts have no answers."""
-        ...
-
-    def describe(self) -> list[dict[str, Any]]:
-        """See `sources.ExampleSource`."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Prompt:
-        """Raises IndexError outside [0, len)."""
-        ...
+    def __getitem__(self, number: int) -> Any:
+        """A `Prompt`. Raises IndexError outside [0, len)."""
+        raise NotImplementedError
 
 
 def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple[PromptSource, PromptSource | None]:
@@ -118,7 +99,7 @@ def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple
 
 
 @dataclass(frozen=True)
-class FilePrompts(Source):
+class FilePrompts(PromptSource):
     """Prompts from files.
 
     Attributes:
@@ -127,8 +108,8 @@ class FilePrompts(Source):
     """
 
     prompts: tuple[Prompt, ...]
-    notes: tuple[str, ...]
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -144,7 +125,7 @@ class FilePrompts(Source):
         return self.prompts[number]
 
 
-class ArithmeticPrompts(Source):
+class ArithmeticPrompts(PromptSource):
     """Some of the problems `a op b` with operands from 0 to `largest`, each once, generated on demand.
 
     All problems are ordered by a fixed permutation. Problem p of (largest + 1)^2 x operations has operation
@@ -154,7 +135,6 @@ class ArithmeticPrompts(Source):
       first, count: the positions in that order that belong to this source.
     """
 
-    notes: tuple[str, ...] = ()
     field_names = ("answer",)
 
     def __init__(self, maker: _PromptMaker, first: int, count: int) -> None:
@@ -364,7 +344,7 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
     )  # fmt: skip
     if not prompts:
         raise UserError(f"{key}={getattr(maker.config, key)!r} has no prompt. {' '.join(notes)}".rstrip())
-    return FilePrompts(tuple(prompts), notes, f"prompts:{len(prompts)}:{content.hexdigest()}")
+    return FilePrompts(tuple(prompts), f"prompts:{len(prompts)}:{content.hexdigest()}", notes)
 
 
 def _longer(config: RLRunConfig, tokens: int) -> str:

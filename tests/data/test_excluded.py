@@ -12,10 +12,11 @@ from maxtext_lite.data.excluded import (
     read_excluded,
 )
 from maxtext_lite.data.mixture import MixtureComponent, MixtureSource
+from maxtext_lite.data.source import ExampleSource
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Source(ExampleSource):
     """A source of a given number of examples."""
 
     fingerprint: str

@@ -6,6 +6,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture import (
     MixtureComponent,
     MixtureSchedule,
+    MixtureSource,
     continued,
     history_of,
 )
@@ -24,20 +25,15 @@ def test_random_histories_agree_with_a_loop_with_counters(number):
 
 
 def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
-    stream = MixtureSchedule(
-        history_of([part("a", most=2), part("b", most=3), part("c")])
-    )
-    numbers, positions, names = stream.rows(0, 12)
-    found = "".join(names[number][-1] for number in numbers)
+    parts = (part("a", most=2), part("b", most=3), part("c"))
+    stream = MixtureSchedule(history_of(parts))
+    ids = MixtureSource(parts, (range(100),) * 3, stream).ids_of_run(0, 12, FILE_ORDER)
+    found = "".join("abc"[number] for number in ids // 100)
     assert found == "abcabcbccccc"
-    assert [positions[i] for i, name in enumerate(found) if name == "c"] == list(
-        range(7)
-    )
+    assert ids[ids >= 200].tolist() == list(range(200, 207))
     assert stream.left_out == {"rows of a": 6, "rows of b": 8}
     ends = MixtureSchedule(history_of([part("a", most=2), part("b", most=3)]))
     assert ends.end == 5
-    with pytest.raises(IndexError):
-        ends.rows(3, 3)
 
 
 def test_an_entry_is_added_only_where_the_mixture_changed():
@@ -76,7 +72,8 @@ def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_i
     )
     assert stream.seed("rows of a", 5) == 5
     assert stream.salt("rows of a") == 0
-    assert stream.rows(0, 7)[1].tolist() == list(range(7))
+    first = stream.segments[0]
+    assert (first.sources, first.stop) == (("rows of a",), 7)
     of_several = MixtureSchedule(history_of([part("a"), part("b")]))
     seeds = {
         stream.seed("rows of b", 5),

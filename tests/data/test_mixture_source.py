@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 from fractions import Fraction
 
@@ -5,12 +6,10 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import named_sources, open_mixture, open_sources
+from maxtext_lite.data import open_mixture, open_sources
 from maxtext_lite.data.mixture import (
     MixtureSchedule,
     history_of,
-    ids_of_run,
-    target_tokens_between,
 )
 from tests.mixture_trials import mixture_of, write_texts
 
@@ -29,7 +28,9 @@ def config_of(texts, **weights):
 
 def started(config):
     training, _ = open_mixture(config)
-    return training.with_stream(MixtureSchedule(history_of(training.parts)))
+    return dataclasses.replace(
+        training, stream=MixtureSchedule(history_of(training.parts))
+    )
 
 
 def alone(texts, name):
@@ -53,16 +54,18 @@ def test_weights_are_of_target_tokens(texts):
             == shares[part.name] * len(each) / each.num_target_tokens
         )
     n = 6000
-    counted = source.target_tokens(0, n, 1)
+    counted = source.tokens_by_source(0, n, 1)
     total = sum(counted.values())
-    assert total == target_tokens_between(source, 0, n, seed=1)
+    assert total == source.target_tokens(0, n, 1)
     assert total == sum(
-        weights_of(source, example)
-        for example in ids_of_run(source, 0, n, seed=1).tolist()
+        weights_of(source, example) for example in source.ids_of_run(0, n, 1).tolist()
     )
     for name, share in shares.items():
         assert counted[name] / total == pytest.approx(float(share), abs=0.005)
-    halves = [source.target_tokens(0, 777, 1), source.target_tokens(777, n, 1)]
+    halves = [
+        source.tokens_by_source(0, 777, 1),
+        source.tokens_by_source(777, n, 1),
+    ]
     assert {name: halves[0][name] + halves[1][name] for name in counted} == counted
 
 
@@ -71,10 +74,10 @@ def test_ids_and_orders_do_not_depend_on_how_the_sources_are_listed(texts):
         started(config_of(texts, a=1, b=2, c=3)),
         started(config_of(texts, c=6, a=2, b=4)),
     )
-    ids = ids_of_run(one, 3, 500, seed=7)
-    np.testing.assert_array_equal(ids, ids_of_run(other, 3, 500, seed=7))
+    ids = one.ids_of_run(3, 500, 7)
+    np.testing.assert_array_equal(ids, other.ids_of_run(3, 500, 7))
     np.testing.assert_array_equal(
-        ids, ids_of_run(pickle.loads(pickle.dumps(one)), 3, 500, seed=7)
+        ids, pickle.loads(pickle.dumps(one)).ids_of_run(3, 500, 7)
     )
 
 
@@ -103,7 +106,7 @@ def test_held_out_sets_have_names_and_all_their_rows_also_beside_a_mixture(
         for name in "abc"
     }
     assert len(source) == len(whole["c"]) + (len(whole["a"]) if mixes else 0)
-    found = {name: each.fingerprint for name, each in named_sources(named).items()}
+    found = {name: each.fingerprint for name, each in named.named().items()}
     assert found == {
         name: whole[text].fingerprint
         for name, text in {"z": "b", "a": "a", "b": "b"}.items()

@@ -15,7 +15,7 @@ from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
 from maxtext_lite.post_training.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
-from maxtext_lite.training import Callback, loop
+from maxtext_lite.training import Callback, loop, stopping
 from maxtext_lite.training.step import ChunkedStep
 from tests.processes import RunFiles
 from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, steps, timeless
@@ -79,17 +79,14 @@ def test_every_pair_is_written_down(whole):
 def stopped_after(monkeypatch, num_steps):
     """Makes every run stop after `num_steps` steps."""
 
-    class StopAfter:
-        def __init__(self, mesh, _):
-            # Without a mesh: for callbacks, of which there are none.
-            self.left = 0 if mesh is None else num_steps
+    class StopAfter(stopping.Stop):
+        left = num_steps
 
-        def after_this_step(self):
+        def poll(self, _):
             self.left -= 1
-            return self.left == 0
-
-        def between_steps(self):
-            return False
+            if self.left == 0:
+                self.reason = stopping.Reason.SIGNAL
+            return self.reason
 
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
