@@ -7,12 +7,11 @@ from pathlib import Path
 import jax
 
 from maxtext_lite.batching.topology import resolve_mesh
-from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config import Config, Refusal, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
 from maxtext_lite.config.load import config_of_run
-from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
@@ -187,7 +186,7 @@ def _abstract_params(config: Config) -> Params:
     """
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
-    if isinstance(sizes, Violation):
+    if isinstance(sizes, Refusal):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
     uneven = f"the mesh of {mesh.size} devices. Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."

@@ -126,16 +126,14 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
 class KernelCheckHook(Hook):
     """Checks the kernels of a run with its first batch."""
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
 
     def before_first_step(self, rows: Rows) -> None:
         check_kernels(self._run, rows, self._say)
 
 
-def check_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:
+def check_kernels(run: TrainingRun, batch: Rows, say: Callable[[str], None]) -> None:
     """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
 
     Raises:

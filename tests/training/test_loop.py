@@ -19,7 +19,8 @@ from maxtext_lite.data import ExampleSource, example_ids, examples_hash
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = """
 steps=6 warmup_steps=2 eval_interval=3 eval_fraction=0.05 checkpoint_period=3 learning_rate=0.01 global_batch_size=8
@@ -76,9 +77,9 @@ def test_a_signal_breaks_off_an_evaluation_which_the_next_start_makes_up_for_and
         result = _train(tmp_path, documents, "steps=3", "profiler_steps=1", SGD)
         return result, capsys.readouterr().out
 
-    evaluate = HeldOutLoss.of
+    evaluate = HeldOutLoss.evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(HeldOutLoss, "of", signalled)
+        patch.setattr(HeldOutLoss, "evaluate", signalled)
         stopped, said = run()
     assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
     assert "stopped by SIGTERM after step 3, saved" in said
