@@ -449,7 +449,7 @@ def _not_replayed(directory: Path, kind: str, why: str) -> str:
 def _starts(checkpoints: Path) -> tuple[int, RestartHistory]:
     """The newest checkpoint that can list the run's starts, and its list; (0, []) without one."""
     for saved in reversed(steps_in(checkpoints)):
-        if check(checkpoints / str(saved), ("about",)).problem is None:
+        if check(checkpoints / str(saved), ("about",)) is None:
             return saved, read_about(checkpoints / str(saved)).get("starts", [])
     return 0, []
 
@@ -458,7 +458,7 @@ def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[t
     """The refusal of a step before which the run resumed with other settings, after `seam`, where no checkpoint is."""
     checkpoints = run_directory(config) / "checkpoints"
     later = [saved for saved in steps_in(checkpoints) if saved >= step and (saved + 1, False) in lines]
-    intact = [saved for saved in later if check(checkpoints / str(saved)).problem is None]
+    intact = [saved for saved in later if check(checkpoints / str(saved)) is None]
     return UserError(
         f"--step={step}: the run resumed with other settings after step {seam}, of which no intact checkpoint is left."
         + nearest_clause([seam, *(saved + 1 for saved in intact[:1])])

@@ -28,7 +28,7 @@ from maxtext_lite.config.records import with_numbers
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.experts import ExpertWeights, dropless
-from maxtext_lite.models.layers import HEADS_AXES
+from maxtext_lite.models.layers import HEADS_AXES, OutputHead
 from maxtext_lite.models.ops import TOKENS, project_array
 from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
 from maxtext_lite.parallel import (
@@ -308,7 +308,7 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
     def kernel(rows: Rows) -> Kernel:
         how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
         both: Any = cross_entropy  # only the first of its two results is differentiated
-        return lambda x, head: both(x, head, rows["targets"], rows["weights"], how)[0]
+        return lambda x, head: both(x, OutputHead(head), rows["targets"], rows["weights"], how)[0]
 
     def plain(rows: Rows) -> Kernel:
         def loss(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:

@@ -222,7 +222,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
 def test_a_full_disk_ends_the_run_and_the_error_names_the_newest_checkpoint(
     full, tmp_path, documents, monkeypatch, one_device
 ):
-    write, write_part = JsonLines.write, saving.write_part
+    write, write_part = JsonLines.write, saving.write_checksums
 
     def write_line(log, record):
         if record["step"] == 4:
@@ -236,7 +236,7 @@ def test_a_full_disk_ends_the_run_and_the_error_names_the_newest_checkpoint(
         return write_part(directory, *arguments)
 
     if full == "checkpoint":
-        monkeypatch.setattr(saving, "write_part", write_checksums)
+        monkeypatch.setattr(saving, "write_checksums", write_checksums)
     else:
         monkeypatch.setattr(JsonLines, "write", write_line)
     words = ["steps=30", "checkpoint_period=2", "eval_interval=-1", SGD]
