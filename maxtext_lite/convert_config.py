@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.batching.topology import MOST_DEVICES
-from maxtext_lite.cli import ArgumentParser, run_command, whole_number
-from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
+from maxtext_lite.cli import ArgumentParser, bounded, run_command, whole_number
+from maxtext_lite.config import Config, ConfigError, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.load import LARGEST_FILE, keys_twice
 from maxtext_lite.config.yaml import YamlValue, parse_mapping
@@ -24,6 +24,7 @@ from maxtext_lite.hf.maxtext import (
 )
 
 _MOST_BASES = 16
+_DEVICES = bounded(whole_number, 1, MOST_DEVICES)
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
 _OLD_NAMES = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}  # of versions before 0.2
 _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|help|version).*|-h", re.DOTALL)
@@ -59,13 +60,14 @@ def main(argv: Sequence[str]) -> int:
         "Comments list what has no equivalent.",
     )
     parser.add_argument("words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="of MaxText; -: stdin")
-    parser.add_argument("--devices", type=whole_number, help="devices of the run, to round a batch as MaxText does")
+    parser.add_argument(
+        "--devices",
+        type=_DEVICES,
+        help="devices of the run, to round a batch as MaxText does",
+    )
     parser.add_argument("--ignore-unknown", action="store_true", help="list keys that MaxText does not have as losses")
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
-    if arguments.devices is not None and not 1 <= arguments.devices <= MOST_DEVICES:
-        message = f"--devices={value_text(arguments.devices)} must be from 1 to {MOST_DEVICES}."
-        raise UserError(str(Refusal("", message, (1 if arguments.devices < 1 else MOST_DEVICES,))))
     stated = _read(arguments.words, argv[:start])
     found = translate(
         stated.values,
