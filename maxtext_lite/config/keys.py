@@ -528,7 +528,7 @@ class ObjectiveKind:
       makes: `module:function` from a config to an `Objective` of training/objective.py; "": the run makes it.
       data: what it trains on.
       rows_per_example: rows of max_target_length tokens in an example.
-      starts: `module:function` called with (run, state, counts, terminal) before the first step; "": nothing.
+      starts: `module:function` called with (run, state, counts, say) before the first step; "": nothing.
       against: `module:function` from a model's scores and those of the model that the run began with to those to
         evaluate; "": the model's own.
     """
@@ -606,6 +606,7 @@ class RunConfig(Section):
     last_batch: Literal["drop", "train"]
     seed: Seed
     log_period: StepsOrPartOfEpoch
+    log_level: Literal["brief", "detail"]
     enable_checkpointing: Flag
     checkpoint_period: StepsOrPartOfEpoch
     max_num_checkpoints_to_keep: Count

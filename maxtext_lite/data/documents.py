@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
@@ -12,7 +12,6 @@ from maxtext_lite.data.tasks import DIVIDED, WHOLE, Piece
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
-    LONGEST_LINE,
     PLAIN_SUFFIXES,
     check_unicode,
     is_kind,
@@ -34,6 +33,9 @@ class Conversations(Protocol):
     def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
         """The text of the conversation in a line or row, whose turns are under `key`."""
         ...
+
+
+Document = TypeVar("Document", bound=Sized)
 
 
 class BadLine(NamedTuple):
@@ -73,7 +75,7 @@ class DocumentReader:
         """Each document as it stands, including empty ones; blank lines are skipped.
 
         Raises:
-          UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long.
+          UserError: the file cannot be read, or is a .txt that is not UTF-8.
         """
         if is_kind(piece.name, PLAIN_SUFFIXES):
             text = read_text(piece.name, Path(piece.path))
@@ -87,11 +89,15 @@ class DocumentReader:
             for row, value in enumerate(rows, start=1):
                 yield self._document(f"{piece.name}: row {row}{since}", value)
             return
-        of_range = is_kind(piece.name, DIVIDED) and piece.stop != WHOLE
-        lines = _range_lines(piece) if of_range else enumerate(read_lines(piece.name, Path(piece.path)), start=1)
+        if is_kind(piece.name, DIVIDED) and piece.stop != WHOLE:
+            where = f"{piece.name}: line at byte "
+            lines = _range_lines(piece)
+        else:
+            where = f"{piece.name}:"
+            lines = enumerate(read_lines(piece.name, Path(piece.path)), start=1)
         for place, line in lines:
             if line.strip():
-                yield self._document(f"{piece.name}{': line at byte ' if of_range else ':'}{place}", line)
+                yield self._document(f"{where}{place}", line)
 
     def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
         """The documents of pieces as they stand, including empty ones.
@@ -99,10 +105,11 @@ class DocumentReader:
         Raises:
           UserError: as from `read`, or a line has no document.
         """
-        for document in (each for piece in pieces for each in self.read(piece)):
-            if isinstance(document, BadLine):
-                raise UserError(document.problem)
-            yield document
+        for piece in pieces:
+            for document in self.read(piece):
+                if isinstance(document, BadLine):
+                    raise UserError(document.problem)
+                yield document
 
     def _document(self, where: str, given: bytes | Callable[[], dict[str, Any]]) -> str | BadLine:
         wanted = f'{"a list" if self._conversations else "a string"} under "{self._field}"'
@@ -123,6 +130,21 @@ class DocumentReader:
         return value
 
 
+def batches(documents: Iterable[Document], most: int, most_characters: int) -> Iterator[list[Document]]:
+    """Documents in order, in batches for a call of the tokenizer: of `most`, or of enough characters."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == most or characters >= most_characters:
+            yield batch
+            batch = []
+            characters = 0
+    if batch:
+        yield batch
+
+
 def _value(line: dict[str, Any], field: str) -> object:
     """The value of a field, or by its path of a field of objects: meta.text."""
     if field in line:
@@ -140,16 +162,9 @@ def _range_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             place = piece.start
             if place:  # skip the rest of a line that begins before the piece
                 opened.seek(place - 1)
-                place += len(_one_line(piece, opened, place - 1)) - 1
-            while place < piece.stop and (line := _one_line(piece, opened, place)):
+                place += len(opened.readline()) - 1
+            while place < piece.stop and (line := opened.readline()):
                 yield place, line.removesuffix(b"\n").removeprefix(b"" if place else BYTE_ORDER_MARK)
                 place += len(line)
     except OSError as error:
         raise UserError(f"{piece.name}: cannot be read ({error}).") from error
-
-
-def _one_line(piece: Piece, opened: Any, place: int) -> bytes:
-    line = opened.readline(LONGEST_LINE + 1)
-    if len(line) > LONGEST_LINE:
-        raise UserError(f"{piece.name}: the line at byte {place} has more than {LONGEST_LINE // 2**20} MiB.")
-    return line

@@ -73,9 +73,8 @@ class OwnExamples(ExampleSource):
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """The example with all fields. Raises UserError if it violates `Examples`."""
         where = f"{self.key}[{example_id}]"
-        given = {name: _array(f"{where}: {name}", x) for name, x in self.examples[example_id].items()}
-        ones = np.ones(self.num_tokens, np.int32)
-        row = {"segments": ones, "positions": np.arange(self.num_tokens), **given}
+        given = {name: np.asarray(x) for name, x in self.examples[example_id].items()}
+        row = {"segments": np.ones(self.num_tokens, np.int32), "positions": np.arange(self.num_tokens)} | given
         row.setdefault("weights", row["segments"] != 0)
         if set(row) != set(self.fields):
             raise UserError(f"{where} has the fields {', '.join(sorted(row))}, not {', '.join(sorted(self.fields))}.")
@@ -88,50 +87,34 @@ class OwnExamples(ExampleSource):
         wrong = np.flatnonzero((fields["weights"] > 0) & (fields["segments"] == 0))
         if wrong.size:
             raise UserError(
-                f"{where}: weights are above 0 at {wrong.size} places of padding, the first of which is {wrong[0]}, as "
-                "segments are 0 there. Nearest that work: weights of 0."
+                f"{where}: weights are above 0 in padding (segments=0), first at {wrong[0]}. "
+                "Nearest that work: weights of 0."
             )
         return fields
 
     def _checked(self, where: str, name: str, given: np.ndarray) -> np.ndarray:
         """A field in its dtype; refuses values that this would change, and those that no field of this name has."""
-        if field_dtype(name) is np.float32:
-            return _floats(f"{where}: {name}", given, weights=name == "weights")
-        if given.dtype.kind not in "biu":
-            raise UserError(f"{where}: {name} have the type {given.dtype}, not one of whole numbers.")
-        ids = name in ("tokens", "targets")
-        limit, rule = (self.vocab_size, "vocab_size - 1 =") if ids else (2**31, "2^31 - 1 =")
-        least, most = int(given.min()), int(given.max())
-        if not 0 <= least <= most < limit:
-            raise UserError(f"{where}: {name} are {least} to {most}, not 0 to {rule} {limit - 1}.")
-        return given.astype(np.int32)
-
-
-def _array(named: str, given: object) -> np.ndarray:
-    try:
-        return np.asarray(given)
-    except ValueError as error:
-        raise UserError(f"{named} is not an array: {error}") from None
-
-
-def _floats(named: str, given: np.ndarray, *, weights: bool) -> np.ndarray:
-    """A field of float32; only fields other than the weights may be negative or not finite."""
-    if given.dtype.kind in "cmMOSU" or given.dtype.type is np.void:
-        raise UserError(f"{named} have the type {given.dtype}, not one of numbers.")
-    with np.errstate(over="ignore", under="ignore"):
-        cast = given.astype(np.float32)
-    if weights and not (np.isfinite(given) & (given >= 0)).all():
-        raise UserError(f"{named} are {given.min()} to {given.max()}, not finite numbers of at least 0.")
-    if given.dtype.kind in "iu":
-        kept = cast < float(np.iinfo(given.dtype).max) + 1  # others would wrap around
-        kept[kept] = cast[kept].astype(given.dtype) == given[kept]
-    else:
-        kept = np.isfinite(cast) == np.isfinite(given)
-    if weights:
-        kept &= (cast > 0) == (given > 0)
-    if not kept.all():
-        raise UserError(f"{named} have the value {given[~kept][0]}, which float32 cannot represent.")
-    return cast
+        dtype = field_dtype(name)
+        if given.dtype.kind not in ("biu" if dtype is np.int32 else "biuf"):
+            raise UserError(f"{where}: {name} have the type {given.dtype}, which does not become {dtype.__name__}.")
+        least = given.min()
+        most = given.max()
+        if dtype is np.int32:
+            limit = self.vocab_size if name in ("tokens", "targets") else 2**31
+            if not 0 <= least <= most < limit:
+                raise UserError(f"{where}: {name} are {least} to {most}, not 0 to {limit - 1}.")
+        elif name == "weights" and not 0 <= least <= most < np.inf:
+            raise UserError(f"{where}: weights are {least} to {most}, not finite numbers of at least 0.")
+        with np.errstate(over="ignore", under="ignore"):
+            cast = given.astype(dtype)
+        is_kept = np.isfinite(cast) == np.isfinite(given)
+        if given.dtype.kind in "iu":
+            is_kept &= cast.astype(np.float64) == given.astype(np.float64)
+        if name == "weights":
+            is_kept &= np.greater(cast, 0) == np.greater(given, 0)
+        if dtype is np.float32 and not is_kept.all():
+            raise UserError(f"{where}: {name} have the value {given[~is_kept][0]}, which float32 cannot represent.")
+        return cast
 
 
 def own_examples(examples: Examples, *, key: str, num_tokens: int, vocab_size: int) -> OwnExamples:

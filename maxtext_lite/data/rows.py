@@ -16,25 +16,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import check_file, is_directory, read_object
-from maxtext_lite.data.prepared import cache_directory, map_array
+from maxtext_lite.data.prepared import RecordStream, cache_directory, map_array
 
-
-class TokenStream(Protocol):
-    """A sequence of token ids whose slices are arrays: an array itself, or a reader of files."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> np.ndarray:
-        """Token ids of an integer dtype; the slice has no step."""
-        ...
-
+TokenStream: TypeAlias = np.ndarray | RecordStream
+"""A sequence of token ids whose slices are arrays."""
 
 _DOCUMENTS_AT_ONCE = 2**20
 
@@ -75,71 +67,41 @@ class Documents(NamedTuple):
     padding: np.ndarray
 
 
-class Rows(Protocol):
-    """The stretches of a stream that make up each row; picklable."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a row, T."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """A row, as `build_row` describes it."""
-        ...
-
-    def count_targets(self, rows: np.ndarray) -> int:
-        """Target tokens of these rows; repeated rows count repeatedly."""
-        ...
-
-    def count_targets_between(self, first: int, stop: int) -> int:
-        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
-        ...
-
-    def documents(self, rows: np.ndarray) -> Documents:
-        """The documents in these rows, without reading a token."""
-        ...
-
-
 class _Stretches:
     """Rows of one stretch of the stream each, in its order."""
 
     document_starts: np.ndarray
     num_tokens: int
 
-    def span(self, row: int) -> tuple[int, int]:
-        """Stream position of the row's first input, and the one after its last."""
-        starts, stops = self.spans(np.array([row]))
-        return int(starts[0]), int(stops[0])
-
     def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`span` of each of these rows."""
+        """Stream position of each row's first input, and the one after its last."""
         raise NotImplementedError
 
     def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """See `Rows`."""
-        start, stop = self.span(row)
+        """A row, as `build_row` describes it."""
+        start, stop = np.concatenate(self.spans(np.array([row]))).tolist()
         return build_row(stream, self.document_starts, start=start, stop=stop, num_tokens=self.num_tokens)
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """See `Rows`."""
+        """Target tokens of these rows; repeated rows count repeatedly."""
         starts, stops = self.spans(rows)
         return int(count_targets(self.document_starts, start=starts, stop=stops).sum())
 
     def count_targets_between(self, first: int, stop: int) -> int:
-        """See `Rows`."""
-        start, end = self.span(first)[0], self.span(stop - 1)[1]
-        return int(count_targets(self.document_starts, start=start, stop=end))
+        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
+        starts, stops = self.spans(np.array([first, stop - 1]))
+        return int(count_targets(self.document_starts, start=starts[0], stop=stops[1]))
 
     def documents(self, rows: np.ndarray) -> Documents:
-        """See `Rows`."""
+        """The documents in these rows, without reading a token."""
         starts, stops = self.spans(rows)
-        document_starts, places = np.asarray(self.document_starts), np.arange(len(rows))
-        first, last = document_starts.searchsorted(starts, side="right"), document_starts.searchsorted(stops)
+        document_starts = np.asarray(self.document_starts)
+        first = document_starts.searchsorted(starts, side="right")
+        last = document_starts.searchsorted(stops)
         within, owners = ranges(first, last - first)
         # The row begins, documents begin within it, its padding begins, the row ends.
         bounds = np.concatenate([starts, document_starts[within], stops, starts + self.num_tokens])
+        places = np.arange(len(rows))
         owners = np.concatenate([places, owners, places, places])
         order = np.lexsort((bounds, owners))
         is_first = order < len(rows)
@@ -164,7 +126,7 @@ class PackedRows(_Stretches):
         return -(-(int(self.document_starts[-1]) - 1) // self.num_tokens) if len(self.document_starts) > 1 else 0
 
     def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`span` of each of these rows."""
+        """Stream position of each row's first input, and the one after its last."""
         starts = rows * self.num_tokens
         return starts, np.minimum(starts + self.num_tokens, self.document_starts[-1])
 
@@ -175,25 +137,20 @@ class DocumentRows(_Stretches):
 
     Attributes:
       document_starts, num_tokens: as in `PackedRows`.
-      known_first_rows: the result of `first_rows`, read from a file; None: it is computed.
+      first_rows: the first row of each document, then the number of rows; int64.
     """
 
     document_starts: np.ndarray
     num_tokens: int
-    known_first_rows: np.ndarray | None = None
-
-    @functools.cached_property
-    def _first_rows(self) -> np.ndarray:
-        if self.known_first_rows is not None:
-            return self.known_first_rows
-        return np.concatenate([np.zeros(1, np.int64), first_rows(self.document_starts, self.num_tokens)])
+    first_rows: np.ndarray
 
     def __len__(self) -> int:
-        return int(self._first_rows[-1])
+        return int(self.first_rows[-1])
 
     def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`span` of each of these rows."""
-        first_rows, document_starts = np.asarray(self._first_rows), np.asarray(self.document_starts)
+        """Stream position of each row's first input, and the one after its last."""
+        first_rows = np.asarray(self.first_rows)
+        document_starts = np.asarray(self.document_starts)
         documents = np.searchsorted(first_rows, rows, side="right") - 1
         starts = document_starts[documents] + (rows - first_rows[documents]) * self.num_tokens
         return starts, np.minimum(starts + self.num_tokens, document_starts[documents + 1])
@@ -397,19 +354,23 @@ class BestFitRows:
         return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """See `rows.Rows`."""
+        """Target tokens of these rows; repeated rows count repeatedly."""
         before = np.asarray(self.rows)[:, 1]
         return int((before[rows + 1] - before[rows]).sum())
 
     def count_targets_between(self, first: int, stop: int) -> int:
-        """See `rows.Rows`."""
+        """Target tokens of rows `first` to `stop - 1`."""
         return int(self.rows[stop, 1] - self.rows[first, 1])
 
     def documents(self, rows: np.ndarray) -> Documents:
-        """See `rows.Rows`; a document that is cut counts as its pieces."""
+        """The documents in these rows; one that is cut counts as its pieces."""
         first = np.asarray(self.rows)[:, 0]
         pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
         return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)
+
+
+Rows: TypeAlias = PackedRows | DocumentRows | BestFitRows
+"""The stretches of a stream that make up each row; picklable."""
 
 
 def _where(numbers: np.ndarray) -> str:
@@ -427,7 +388,7 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
         return PackedRows(document_starts, num_tokens)
     if packing is False:
         if place is None:
-            return DocumentRows(document_starts, num_tokens)
+            return DocumentRows(document_starts, num_tokens, np.append(0, first_rows(document_starts, num_tokens)))
         index = place.get(f"none-{num_tokens}", lambda path: _write_first_rows(path, document_starts, num_tokens))
         return DocumentRows(document_starts, num_tokens, map_array(index / "first_rows.i64"))
     if place is None:
@@ -466,10 +427,9 @@ class IndexPlace:
             if is_directory(place / name):
                 return _checked(place / name)
         existing = next(place for place in (self.beside, *self.beside.parents) if is_directory(place))
-        place = self.beside if os.access(existing, os.W_OK) else cache
-        with writing(str(place)):
-            place.mkdir(parents=True, exist_ok=True)
-            return make_directory(place / name, write)
+        index = (self.beside if os.access(existing, os.W_OK) else cache) / name
+        with writing(index.parent):
+            return make_directory(index, write)
 
 
 def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
@@ -478,6 +438,7 @@ def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path
     Args:
       write: as of `IndexPlace.get`.
     """
+    final.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         about = write(making)
@@ -536,12 +497,15 @@ class _Window(NamedTuple):
 
 def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
     """Consecutive groups of documents, each fitted into rows of its own: `BestFitRows.pieces` and `rows[1:]`."""
-    first, count, end = 0, len(document_starts) - 1, np.zeros(2, np.int64)
+    first = 0
+    count = len(document_starts) - 1
+    end = np.zeros(2, np.int64)
     while first < count:
         stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
         stop = min(max(stop, first + 1), first + _WINDOW_DOCUMENTS, count)
         starts = np.asarray(document_starts[first : stop + 1])
-        first, (pieces, keys) = stop, _fitted(starts, num_tokens)
+        pieces, keys = _fitted(starts, num_tokens)
+        first = stop
         if not len(pieces):  # every document is a single token
             continue
         row_ends = np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
@@ -556,12 +520,14 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
     Rows are in the order of their longest pieces, so that the last rows contain documents of every length.
     """
-    starts, slots = document_starts[:-1], np.diff(document_starts) - 1
+    starts = document_starts[:-1]
+    slots = np.diff(document_starts) - 1
     whole, rest = np.divmod(slots, num_tokens)
     number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
     whole_starts = np.repeat(starts, whole) + num_tokens * number
     has_rest = np.flatnonzero(rest)
-    rest_starts, rest = (starts + whole * num_tokens)[has_rest], rest[has_rest]
+    rest_starts = (starts + whole * num_tokens)[has_rest]
+    rest = rest[has_rest]
     longest_first = np.argsort(-rest, kind="stable")
     rows = fill_rows(rest[longest_first], num_tokens, packing=True)
     members = longest_first[rows.members]

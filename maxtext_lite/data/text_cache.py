@@ -6,7 +6,6 @@ tokens, where each document starts, and facts about them; it appears under its n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,7 +24,7 @@ from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.keys import RunConfig
 from maxtext_lite.console import complain
-from maxtext_lite.data.documents import read_documents
+from maxtext_lite.data.documents import batches, read_documents
 from maxtext_lite.data.prepared import CACHE_VARIABLE, cache_directory, file_sha256, locked, map_array, token_dtype
 from maxtext_lite.data.rows import ABOUT, IndexPlace, TokenStream, make_directory
 from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
@@ -91,75 +90,54 @@ def _dtype(encoder: TextEncoder) -> np.dtype[Any]:
 
 def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[EncodedDocuments]:
     """The tokens of the documents, some thousands at a time."""
-    texts, characters = list[str](), 0
-    for document in read_documents(files, encoder):
-        texts.append(document)
-        characters += len(document)
-        if len(texts) == _DOCUMENTS_PER_ENCODING or characters >= _CHARACTERS_PER_ENCODING:
-            yield encoder.documents(texts, _dtype(encoder))
-            texts, characters = [], 0
-    if texts:
+    for texts in batches(read_documents(files, encoder), _DOCUMENTS_PER_ENCODING, _CHARACTERS_PER_ENCODING):
         yield encoder.documents(texts, _dtype(encoder))
 
 
 def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText | None:
-    """The text from the cache; None if it is not there and no cache can be written."""
+    """The text from the cache, into which it is tokenized first if it is missing; None if no cache can be written."""
     # Beside the runs, where many hosts see it and there is room for it.
-    beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
-    root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
-    with contextlib.ExitStack() as stack:
+    beside = config.base_output_directory
+    if os.environ.get(CACHE_VARIABLE) or not beside or is_bucket(beside):
+        root = cache_directory("text")
+    else:
+        root = user_path(beside) / ".cache" / "text"
+    try:
         entry = root / _key(files, encoder)
-        try:
-            stack.enter_context(locked(entry))
-        except OSError as error:
-            with contextlib.suppress(FileNotFoundError):
-                return _opened(entry, encoder)  # another process made it
-            complain(_uncached(root, error))
-            return None
-        try:
-            return _opened(entry, encoder)
-        except FileNotFoundError:
+        with locked(entry):
+            if entry.is_dir():
+                try:
+                    return _opened(entry, encoder)
+                except UserError as error:
+                    complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
+                    shutil.rmtree(entry)
+            for unfinished in root.glob(f".{entry.name}.*"):  # of a process that was killed
+                shutil.rmtree(unfinished, ignore_errors=True)
             complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
-        except UserError as error:
-            complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
-            shutil.rmtree(entry)
-        for unfinished in root.glob(f".{entry.name}.*"):  # of a process that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
-        try:
             make_directory(entry, lambda made: _write(made, encoder, files))
-        except OSError as error:
-            complain(_uncached(root, error))
-            return None
-        return _opened(entry, encoder)
-
-
-def _uncached(root: Path, error: OSError) -> str:
-    return (
-        f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is tokenized at every start. "
-        f"{CACHE_VARIABLE} names another directory."
-    )
+            return _opened(entry, encoder)
+    except OSError as error:
+        complain(
+            f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is tokenized at every "
+            f"start. {CACHE_VARIABLE} names another directory."
+        )
+        return None
 
 
 def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
     settings = json.dumps(encoder.settings) if encoder.settings else ""
     key = hashlib.sha256(f"{_FORMAT}:{encoder.tokenizer.fingerprint}:{settings}".encode())
     for name, file in files:
-        kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if is_kind(name, (suffix,)))
-        key.update(f"{kind}:{_sha256(file)};".encode())
+        kind = max((suffix for suffix in TEXT_SUFFIXES if is_kind(name, (suffix,))), key=len)
+        key.update(f"{kind}:{file_sha256(file)};".encode())
     return key.hexdigest()[:32]
-
-
-def _sha256(file: Path) -> str:
-    try:
-        return file_sha256(file)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from error
 
 
 def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> dict[str, Any]:
     """Writes the tokens and the starts of documents; returns the facts about them."""
-    num_tokens, num_spelled, said = 0, 0, time.monotonic()
-    start = said
+    num_tokens = 0
+    num_spelled = 0
+    start = said = time.monotonic()
     with (made / _TOKENS).open("wb") as tokens, (made / _STARTS).open("wb") as starts:
         starts.write(np.zeros(1, "<i8").tobytes())  # numpy's tofile is silent about a full disk
         for part in _encoded(encoder, files):
@@ -191,18 +169,15 @@ def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
     """An entry, all of which is read.
 
     Raises:
-      FileNotFoundError: there is none.
       UserError: it is damaged.
     """
-    if not entry.is_dir():
-        raise FileNotFoundError(entry)
-    about = read_object(entry / ABOUT)
     try:
+        about = read_object(entry / ABOUT)
         stream, starts = _mapped(entry, encoder)
-        if text_fingerprint(stream, starts, encoder) != about["fingerprint"]:
+        fingerprint = text_fingerprint(stream, starts, encoder)
+        if fingerprint != about["fingerprint"]:
             raise UserError(f"{entry} is not what was written.")
-        place = IndexPlace(entry / "rows", about["fingerprint"])
-        note = f"read from the cache {entry}"
-        return TokenizedText(stream, starts, about["fingerprint"], about["spelled"], place, (note,))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        place = IndexPlace(entry / "rows", fingerprint)
+        return TokenizedText(stream, starts, fingerprint, about["spelled"], place, (f"read from the cache {entry}",))
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{entry} is damaged ({error!r}).") from None

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
@@ -35,8 +35,6 @@ _LINES_SUFFIXES = tuple(f"{kind}{end}" for kind in (".jsonl", ".ndjson") for end
 TEXT_SUFFIXES = (*PLAIN_SUFFIXES, *_LINES_SUFFIXES, *_ARRAY_SUFFIXES, *ROWS_SUFFIXES)
 """Suffixes of all files that are read, in small or capital letters."""
 
-LONGEST_LINE = 2**28
-"""Bytes of the longest allowed line of JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """A possible prefix of UTF-8 files that is not part of their text."""
 _ABOUT_DATA = (
@@ -49,8 +47,6 @@ _ABOUT_DATA = (
 )
 """Files beside data, as Hugging Face's datasets and `prepare` write them."""
 _MOST_NAMED = 5  # files
-_SMALL = 2**26  # bytes to which any .gz may expand
-_EXPANSION = 100  # factor by which a larger .gz may expand; text expands 2 to 20 times, and gzip can reach 1,032
 _PIECE = 2**20
 _LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 unless told
 _ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
@@ -153,7 +149,7 @@ def read_text(name: str, file: pathlib.Path) -> str:
     """The UTF-8 text of a file, decompressed, without a byte-order mark; line ends are kept.
 
     Raises:
-      UserError: it cannot be read, is not text, or is compressed and expands too much.
+      UserError: it cannot be read, or is not text.
     """
     with _opened(name, file) as pieces:
         content = b"".join(pieces)
@@ -169,7 +165,7 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
     Those of a .json that is one array, which is in memory as a whole, are its entries.
 
     Raises:
-      UserError: the file cannot be read, or a line or an array is longer than LONGEST_LINE.
+      UserError: the file cannot be read.
     """
     if is_kind(name, _ARRAY_SUFFIXES):
         with _opened(name, file) as pieces:
@@ -178,35 +174,23 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
             yield from _array_entries(name, file)
             return
     # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
-    waiting: list[bytes] = []  # parts of a line whose end has not come
-    number, size = 1, 0
+    prefix = BYTE_ORDER_MARK
+    unfinished: list[bytes] = []  # parts of a line
     with _opened(name, file) as pieces:
         for piece in pieces:
-            *lines, rest = piece.split(b"\n")
-            for line in lines:
-                whole = b"".join([*waiting, line])
-                yield whole if number > 1 else whole.removeprefix(BYTE_ORDER_MARK)
-                waiting, number, size = [], number + 1, 0
-            waiting.append(rest)
-            size += len(rest)
-            if size > LONGEST_LINE:
-                raise UserError(f"{name}:{number}: the line has more than {LONGEST_LINE // 2**20} MiB.")
-    whole = b"".join(waiting)
-    yield whole if number > 1 else whole.removeprefix(BYTE_ORDER_MARK)
+            *ends, rest = piece.split(b"\n")
+            for end in ends:
+                yield b"".join([*unfinished, end]).removeprefix(prefix)
+                unfinished = []
+                prefix = b""
+            unfinished.append(rest)
+    yield b"".join(unfinished).removeprefix(prefix)
 
 
 def _array_entries(name: str, file: pathlib.Path) -> Iterator[bytes]:
-    content = bytearray()
-    with _opened(name, file) as pieces:
-        for piece in pieces:
-            content += piece
-            if len(content) > LONGEST_LINE:
-                raise UserError(
-                    f"{name}: the array has more than {LONGEST_LINE // 2**20} MiB. Write each entry on its own line."
-                )
     try:
-        entries = parse_json(content.decode("utf-8-sig"))
-    except ValueError as error:  # of which a UnicodeDecodeError is one
+        entries = parse_json(read_text(name, file))
+    except ValueError as error:
         raise UserError(f"{name}: not JSON ({error}).") from error
     for entry in entries:
         yield json.dumps(entry).encode()
@@ -217,28 +201,15 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
     """Pieces of a file's content, decompressed."""
     try:
         with file.open("rb") as stored:
-            most = max(_SMALL, _EXPANSION * file.stat().st_size)
             if is_kind(name, (".zst",)):
-                yield _expanded(name, _zstandard_pieces(name, stored), most)
+                yield _zstandard_pieces(name, stored)
             elif is_kind(name, (".gz",)):
                 with gzip.open(stored) as opened:
-                    yield _expanded(name, iter(lambda: opened.read(_PIECE), b""), most)
+                    yield iter(lambda: opened.read(_PIECE), b"")
             else:
                 yield iter(lambda: stored.read(_PIECE), b"")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: cannot be read ({error}).") from error
-
-
-def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > most:
-            raise UserError(
-                f"{name}: expands to more than {most // 2**20} MiB, {_EXPANSION} times its size, which no text does. "
-                "If that is intended, decompress it."
-            )
-        yield piece
 
 
 def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
@@ -264,7 +235,7 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
     Args:
       wanted: what an object should contain, for messages.
     Raises:
-      UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or is longer than 256 MiB.
+      UserError: the file cannot be read, or a line is not a JSON object in UTF-8.
     """
     if is_kind(name, ROWS_SUFFIXES):
         for number, row in enumerate(read_rows(name, str(file)), start=1):

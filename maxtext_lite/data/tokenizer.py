@@ -6,7 +6,6 @@ Every tokenizer has an end-of-text token. It ends each document of the training 
 
 from __future__ import annotations
 
-import codecs
 import collections
 import contextlib
 import functools
@@ -134,21 +133,6 @@ class PlacedTokens(NamedTuple):
     stops: np.ndarray
 
 
-class StreamDecoder(Protocol):
-    """Turns tokens that arrive one at a time into text, never splitting a character.
-
-    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of the tokens.
-    """
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
-        ...
-
-    def flush(self) -> str:
-        """The remaining text, an incomplete character as U+FFFD; resets the decoder."""
-        ...
-
-
 class Tokenizer(Protocol):
     """A tokenizer as the rest of the framework uses it.
 
@@ -235,7 +219,7 @@ class Tokenizer(Protocol):
 
     def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
         """A new decoder for one text, after that of a prompt, that holds back incomplete characters."""
-        return _PrefixStream(self, self._seam(prompt))
+        return StreamDecoder(self, self._seam(prompt))
 
     def _seam(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of a prompt that are text."""
@@ -327,30 +311,12 @@ class ByteTokenizer(Tokenizer):
             return chr(token_id)
         return f"<0x{token_id:02X}>" if token_id < 256 else END_OF_TEXT_NAMES[0] if token_id == 256 else ""
 
-    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """`decode`: no byte depends on those before."""
-        return self.decode(token_ids)
 
-    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
-        """A decoder that holds back the bytes of an incomplete character."""
-        return _ByteStream()
+class StreamDecoder:
+    """Turns tokens that arrive one at a time into text, never splitting a character.
 
-
-class _ByteStream:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(bytes([token_id])) if token_id < 256 else ""
-
-    def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
-
-
-class _PrefixStream:
-    """Decodes the newest tokens after a few earlier ones on which their text may depend (spaces, joined bytes).
+    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of the tokens. The newest tokens are decoded
+    after a few earlier ones on which their text may depend (spaces, joined bytes).
 
     DecodeStream of the tokenizers library (0.23) takes 0.6 microseconds per token, this 7; but it never returns an
     incomplete character at the end, and sentencepiece has no equivalent.
@@ -364,6 +330,7 @@ class _PrefixStream:
         self._newest = collections.deque[int](maxlen=_MOST_BYTES)  # tokens with text
 
     def push(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is incomplete."""
         self._ids.append(token_id)
         if token_id in self._tokenizer.special_ids or token_id >= self._tokenizer.vocab_size:
             return ""
@@ -381,6 +348,7 @@ class _PrefixStream:
         return text
 
     def flush(self) -> str:
+        """The remaining text, an incomplete character as U+FFFD; resets the decoder."""
         text = self._new_text()
         self._ids, self._context_start, self._emitted_end = [], 0, 0
         self._newest.clear()

@@ -17,6 +17,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
+from maxtext_lite.hf.names import TABLES
 from maxtext_lite.hf.safetensors import check_format
 
 CONFIG = "adapter_config.json"
@@ -36,14 +37,21 @@ _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
     "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
-_MODULES = {
-    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "qkv_proj": "query,key,value",
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate,up",
-    "q_a_proj": "query_down", "q_b_proj": "query_up", "kv_a_proj_with_mqa": "kv_down", "kv_b_proj": "key_up,value_up",
-    "c_attn": "query,key,value", "attn.c_proj": "out", "c_fc": "up", "mlp.c_proj": "down", "fc1": "up", "fc2": "down",
-    "query_key_value": "query,key,value", "self_attn.dense": "out", "attention.dense": "out", "dense_h_to_4h": "up",
-    "dense_4h_to_h": "down",
-}  # fmt: skip
+
+
+def _modules_of_layers() -> dict[str, tuple[str, ...]]:
+    """The modules with a matrix in a layer of any family, each with the weights in it, in our names."""
+    modules: dict[str, tuple[str, ...]] = {}
+    for table in TABLES.values():
+        for line in table.layer:
+            module, is_weight, _ = line.theirs.partition("{layer}.")[2].partition(".weight")
+            weights = tuple(path.rpartition("/")[2] for path in line.ours)
+            if is_weight and weights[0] not in ("scale", "router", "shared_gate"):
+                modules[module] = weights
+    return modules
+
+
+_MODULES = _modules_of_layers()
 
 
 def _check_pattern(text: str) -> str:
@@ -219,7 +227,7 @@ def _rank_of(module: str, fields: LoraFields, side_by_side: list[str]) -> Module
     rank = _matched(module, fields.rank_pattern, fields.r)
     alpha = _matched(module, fields.alpha_pattern, fields.lora_alpha)
     factor = fields.scale(rank, alpha) / fields.scale(fields.r, fields.lora_alpha)
-    targets = tuple(_targets(module).split(","))
+    targets = _targets(module)
     own = tuple(target for target in targets if target in side_by_side)
     if own and rank % len(own) == 0:
         return ModuleRank(own, rank, rank // len(own), factor)
@@ -267,7 +275,6 @@ def _modules(file: Path) -> tuple[list[str], list[str]]:
     return sorted(modules), targets.split(",") if targets else []
 
 
-def _targets(module: str) -> str:
-    """Our names of a module's weights; "" if it is unknown."""
-    parts = module.split(".")
-    return _MODULES.get(parts[-1]) or _MODULES.get(".".join(parts[-2:]), "")
+def _targets(module: str) -> tuple[str, ...]:
+    """Our names of a module's weights; () if it is no matrix of a layer."""
+    return _MODULES.get(re.sub(r"^.*?\.\d+\.", "", module), ())

@@ -77,19 +77,16 @@ def has_hf_weights(path: str | Path) -> bool:
     if adapter := adapter_of(root):
         if has_hf_weights(adapter.base):
             return True
-        run = " It is a run directory: convert export it, and name that." * is_there(adapter.base / "config.yml")
-        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{run}")
+        hint = " Name an export of that run." if is_there(adapter.base / "config.yml") else ""
+        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{hint}")
     if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
     check_file(root / "config.json")
     if weight_files(root):
         return True
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in root.glob(pattern))
+    pickled = sorted(file.name for file in root.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
-        raise UserError(
-            f"{root}: {any_of(pickled[:3])} is pickled: reading it can run whatever code its author put there. "
-            "Ask for the model's .safetensors files."
-        )
+        raise UserError(f"{root}: {any_of(pickled[:3])} is pickled, and could run any code. Get .safetensors.")
     raise UserError(f"{root} has a config.json, but no .safetensors file with weights.")
 
 
@@ -187,13 +184,8 @@ def _of_config_json(
     if not any(key in stated for key in TOKENIZER_KEYS):
         values |= tokenizer_values(path, stated)
         if "tokenizer_type" not in values and (directory / "vocab.json").is_file():
-            refusals.append(
-                Refusal(
-                    "tokenizer_path",
-                    f"{directory} has a vocab.json, but no tokenizer.json. Save the tokenizer as that, or state "
-                    "tokenizer_type and tokenizer_path.",
-                )
-            )
+            what = f"{directory} has a vocab.json, but no tokenizer.json: save it as that, or state tokenizer_path."
+            refusals.append(Refusal("tokenizer_path", what))
     return Provided(origin, values, refusals, field_names(fields))
 
 

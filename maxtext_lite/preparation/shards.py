@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.documents import BadLine, DocumentReader
+from maxtext_lite.data.documents import BadLine, DocumentReader, batches
 from maxtext_lite.data.prepared import TOKENS_PER_RECORD, Shard, content_of, stored_shard, token_dtype
 from maxtext_lite.data.tasks import InputFile, Task
 from maxtext_lite.data.text_encoder import TextEncoder
@@ -131,7 +131,8 @@ def _written(
     lengths: list[np.ndarray] = []
     empty = bad = spelled = 0
     problems: list[str] = []
-    for documents in _batches(each for piece in task.pieces for each in reader.read(piece)):
+    read = (each for piece in task.pieces for each in reader.read(piece))
+    for documents in batches(read, _DOCUMENTS_AT_ONCE, _CHARACTERS_AT_ONCE):
         texts = [each for each in documents if not isinstance(each, BadLine)]
         problems += [each.problem for each in documents if isinstance(each, BadLine)][: _PROBLEMS_NAMED - len(problems)]
         bad += len(documents) - len(texts)
@@ -178,20 +179,6 @@ def check_bad(where: str, bad: int, lines: int, problems: Sequence[str], max_bad
 
 
 _HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines, such as max_bad_fraction=0.001."
-
-
-def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:
-    """Documents in order, in batches large enough for a call of the tokenizer."""
-    batch: list[str | BadLine] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if len(batch) == _DOCUMENTS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 class _RecordWriter:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.data.rows import DocumentRows, PackedRows, build_row, fill_rows
+from maxtext_lite.data.rows import fill_rows, rows_of
 
 END = 99
 # Three documents: 1 2 3, then 4, then 5 6 7 8 9; each with its end-of-text token.
@@ -10,14 +10,6 @@ STARTS = np.array([0, 4, 6, 12], np.int64)
 DTYPES = dict.fromkeys(["tokens", "targets", "segments", "positions"], np.int32) | {
     "weights": np.float32
 }
-
-
-def all_rows(layout, stream, starts):
-    spans = [layout.span(row) for row in range(len(layout))]
-    return [
-        build_row(stream, starts, start=a, stop=b, num_tokens=layout.num_tokens)
-        for a, b in spans
-    ]
 
 
 PACKED = """
@@ -36,13 +28,14 @@ OF_DOCUMENTS = """
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [(PackedRows(STARTS, 5), PACKED), (DocumentRows(STARTS, 4), OF_DOCUMENTS)],
+    [(rows_of(True, STARTS, 5), PACKED), (rows_of(False, STARTS, 4), OF_DOCUMENTS)],
 )
 def test_rows_by_hand(layout, expected):
     """Tokens, targets, segments, positions and weights of each row."""
-    for row, line in zip(
-        all_rows(layout, STREAM, STARTS), expected.strip().split("\n"), strict=True
-    ):
+    lines = expected.strip().split("\n")
+    assert len(layout) == len(lines)
+    for number, line in enumerate(lines):
+        row = layout.build(STREAM, number)
         assert {name: values.dtype for name, values in row.items()} == DTYPES
         for name, numbers in zip(DTYPES, line.split("|"), strict=True):
             assert row[name].tolist() == [int(number) for number in numbers.split()], (

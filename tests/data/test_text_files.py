@@ -45,13 +45,10 @@ def test_lines_are_objects_with_their_places(piece, tmp_path, monkeypatch):
         b'{"a": 1, "a": 2}',
         b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
         b'{"a": ' + b"9" * 5000 + b"}",
-        b'{"a": "' + b"x" * 2**22 + b'"}',
     ],
-    ids=["cut", "NaN", "twice", "deep", "digits", "long"],
+    ids=["cut", "NaN", "twice", "deep", "digits"],
 )
-def test_a_line_without_an_object_is_named(line, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "LONGEST_LINE", 2**20)
-    assert len(lines(tmp_path, b'{"a": "' + b"x" * 2**19 + b'"}\n{}')) == 2
+def test_a_line_without_an_object_is_named(line, tmp_path):
     with pytest.raises(UserError, match=r"d\.jsonl:2: "):
         lines(tmp_path, b"{}\n" + line + b"\n")
 
@@ -62,12 +59,10 @@ def test_a_line_without_an_object_is_named(line, tmp_path, monkeypatch):
         b"no gzip",
         gzip.compress(b"{}" * 99)[:-9],
         gzip.compress(b"{}") + b"more",
-        gzip.compress(b'{"a": "' + b"x" * 2**23 + b'"}'),
     ],
-    ids=["not gzip", "cut short", "followed by more", "bomb"],
+    ids=["not gzip", "cut short", "followed by more"],
 )
-def test_a_damaged_gzip_is_named(content, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "_SMALL", 2**20)
+def test_a_damaged_gzip_is_named(content, tmp_path):
     with pytest.raises(UserError, match=r"d\.jsonl\.gz"):
         lines(tmp_path, content, "d.jsonl.gz")
     with pytest.raises(UserError, match=r"d\.jsonl\.gz"):
