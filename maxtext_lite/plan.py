@@ -138,8 +138,16 @@ def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[in
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
     """Prints the best plans for a global batch, and the arguments of the first one."""
-    config = _config_to_solve(arguments, has_device=device is not None)
-    assert device is not None
+    if device is None:
+        raise UserError(
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
+            "links: --device, as in --device=h200, is missing."
+        )
+    if arguments.draw or arguments.draw_to:
+        raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")
+    config = load_config(arguments.config, arguments.overrides)
+    topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
+    check_machine(config, topology)
     num_examples = arguments.examples
     if num_examples is None and config.num_epochs:
         num_examples = _count_examples(config)
@@ -151,7 +159,6 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
         device_memory_gb=memory_gb,
         platform=device.platform,
     )
-    topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
     found = rank(config, topology, device, plan_of)
     line = _arguments_of(found[0], arguments)
     outcome: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
@@ -160,42 +167,14 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
         ratios = f"{MEASURED[0]:.1f} to {MEASURED[1]:.1f}"
         complain(f"Times are least times, at the peaks of the device: on an H200, steps took {ratios} times as long.")
     if arguments.compile is not None:
-        from maxtext_lite.analysis.program_difference import (
-            compare,
-            comparison_text,
-        )  # imports jax, only when requested
+        from maxtext_lite.analysis.program_difference import compare, comparison_text  # imports jax
 
-        compared = compare(found[: arguments.compile], device)
-        outcome["compiled"] = compared
+        outcome["compiled"] = compare(found[: arguments.compile], device)
         if not arguments.json:
-            print(f"\n{comparison_text(compared)}")
+            print(f"\n{comparison_text(outcome['compiled'])}")
     if arguments.json:
         print(json_text(outcome, indent=2))
     return 0
-
-
-def _config_to_solve(arguments: argparse.Namespace, *, has_device: bool) -> Config:
-    """The config whose batch is to be split.
-
-    Raises:
-      UserError: with every problem of the config or else of the machine, and of the arguments beside them.
-    """
-    problems: list[str] = []
-    if not has_device:
-        problems.append(
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
-            "links: --device, as in --device=h200, is missing."
-        )
-    if arguments.draw or arguments.draw_to:
-        problems.append("--draw shows one plan: use it with the arguments that plan prints as the best.")
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_machine(config, Topology(arguments.devices, arguments.hosts))
-    except UserError as error:
-        raise UserError([*error.problems, *problems]) from None
-    if problems:
-        raise UserError(problems)
-    return config
 
 
 def _is_limited(config: Config) -> bool:

@@ -11,7 +11,6 @@ from maxtext_lite.kernels.cudnn import cudnn_masked_attention, mha_attention
 from maxtext_lite.kernels.mosaic import mosaic_attention
 from maxtext_lite.kernels.splash import MostTokens, splash_attention
 from maxtext_lite.models import Scoring
-from maxtext_lite.models import attention as attention_module
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention, tiled_attention
 from maxtext_lite.operations.kernel_references import plain_attention
@@ -20,8 +19,6 @@ from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,
     SINK,
-    H,
-    K,
     assert_close,
     inputs,
     with_gradients,
@@ -220,29 +217,3 @@ def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
         with_gradients(lambda *x: mosaic_attention(*x, scoring=EVERYTHING))
     )(*arrays)
     assert_close(found, exact.attention(*arrays, scoring=EVERYTHING))
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "value_dim", "scoring", "shards", "lacks"),
-    [
-        (3, H, Scoring(), 1, "multiple of 3 kv heads"),
-        (K, 8, Scoring(), 1, "values of another width"),
-        (K, H, Scoring(soft_cap=2.0), 1, "soft cap"),
-        (K, H, Scoring(), 2, "2 shards"),
-    ],
-)
-def test_what_a_kernel_lacks_is_refused(
-    num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch
-):
-    monkeypatch.setattr(attention_module, "context_shards", lambda: shards)
-    *arrays, _ = inputs(16, num_kv_heads=num_kv_heads, value_dim=value_dim)
-    with pytest.raises(ValueError, match=lacks):
-        attention(*arrays, kernel="cudnn_flash", strategy="ring", scoring=scoring)
-
-
-def test_splash_refuses_a_length_that_its_blocks_do_not_divide():
-    *arrays, _ = inputs(100)
-    with pytest.raises(
-        ValueError, match="max_target_length=100 to be a multiple of 128"
-    ):
-        splash_attention(*arrays, interpret=True)

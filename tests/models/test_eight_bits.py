@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.kernels.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.experts import ExpertWeights, Routing, dropless, with_capacity
 from maxtext_lite.models.ops import number_format, project
@@ -117,9 +116,7 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
 
     @jax.jit
     def run(x):
-        scaled = in_eight_bits(
-            x, largest_magnitude(x, (1,)), number_format(word).forward
-        )
+        scaled = number_format(word).scaled(x, (1,))
         return scaled.scale, scaled.numbers.astype(jnp.float32) * scaled.scale
 
     scales, found = jax.device_get(run(rows))
