@@ -308,11 +308,11 @@ class Embedding(nnx.Module):
 class OutputHead(NamedTuple):
     """The map from final hidden states to logits [B, T, V]: a projection, and a bias or None."""
 
-    projection_DV: jax.Array
-    bias_V: jax.Array | None = None
+    projection_DV: Array
+    bias_V: Array | None = None
 
 
-def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+def projected(x_BTD: Array, head: OutputHead) -> Array:
     """The head's logits [B, T, V], float32."""
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head.projection_DV, preferred_element_type=jnp.float32)
     return logits_BTV if head.bias_V is None else logits_BTV + head.bias_V.astype(jnp.float32)

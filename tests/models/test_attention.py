@@ -14,7 +14,8 @@ from maxtext_lite.models import Scoring
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention, tiled_attention
 from maxtext_lite.operations.kernel_references import plain_attention
-from maxtext_lite.parallel import MESH_AXES, make_mesh, vmap_over_data
+from maxtext_lite.parallel import vmap_over_data
+from tests.meshes import mesh_of
 from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,
@@ -148,10 +149,7 @@ def test_bfloat16_stays_close_and_the_gradient_of_float32_sinks_is_float32(kerne
 @pytest.mark.parametrize("kernel", ["mosaic", "mha", "cudnn_masked"])
 def test_replicas_are_apart_and_heads_and_rows_lie_on_their_devices(kernel):
     arrays = inputs(32, rows=8)
-    mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2},
-        dict.fromkeys(MESH_AXES, 1),
-    )
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     scoring = Scoring(scale=0.4) if kernel == "mha" else Scoring(scale=0.4, window=9)
     sink = SINK if kernel == "mosaic" else None
 

@@ -14,8 +14,8 @@ from maxtext_lite.models.experts import (
     grouped_kernel,
     in_blocks,
 )
-from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu
+from tests.meshes import mesh_of
 
 U, IN, OUT, E = 9, 5, 4, 3
 RNG = np.random.default_rng(0)
@@ -137,7 +137,6 @@ def test_those_of_int8_are_exact(kernel):
 
 # ---- For NVIDIA -----------------------------------------------------------------------------------------------------
 
-ONES = dict.fromkeys(MESH_AXES, 1)
 IN_WIDE, OUT_WIDE = 256, 128
 
 
@@ -173,7 +172,7 @@ def test_for_nvidia_no_operand_has_every_row_for_every_group():
 def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
     """Where it is installed. It asks the default device what it is, and is told."""
     pytest.importorskip("tokamax")
-    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
+    with absent_gpu(monkeypatch, mesh_of()):
         text = lowered_for_cuda("tokamax")
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
     assert "dot_general" not in text
@@ -197,7 +196,7 @@ def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch):
         for width in (IN_WIDE, OUT_WIDE)
     )
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
-    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
+    with absent_gpu(monkeypatch, mesh_of()):
         jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(
             lowering_platforms=("cuda",)
         )
