@@ -71,7 +71,7 @@ def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) ->
     firsts = remote.read_parts(names, [0] * len(names), [END_BYTES] * len(names))
     lasts = remote.read_parts(names, [max(size - END_BYTES, 0) for size in sizes], sizes)
     for shard, first, last in zip(manifest.shards, firsts, lasts, strict=True):
-        if shard.ends not in ("", hashlib.sha256(first + last).hexdigest()):
+        if shard.ends != hashlib.sha256(first + last).hexdigest():
             raise UserError(
                 f"{remote.url}/{shard.file} is not the file that {MANIFEST_FILE} was written for: its ends differ."
             )
@@ -82,7 +82,8 @@ def _check_sizes(remote: BucketDirectory, listed: dict[str, tuple[int, str]], sh
     for shard in shards:
         if shard.file not in listed:
             raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} lists it.")
-        if shard.bytes not in (0, size := listed[shard.file][0]):
+        size = listed[shard.file][0]
+        if shard.bytes != size:
             raise UserError(f"{remote.url}/{shard.file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
 
 
@@ -90,11 +91,7 @@ def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tup
     """Fetches the documents and these shards, unless they are here and complete."""
     if _ends_of(entry / DOCUMENTS_FILE)[0] != 8 * (manifest.documents + 1):
         _fetch_file(remote, DOCUMENTS_FILE, manifest.documents_sha256, entry)
-    due = tuple(
-        shard
-        for shard in shards
-        if not (shard.bytes and shard.ends) or _ends_of(entry / shard.file) != (shard.bytes, shard.ends)
-    )
+    due = tuple(shard for shard in shards if _ends_of(entry / shard.file) != (shard.bytes, shard.ends))
     if not due:
         return
     _check_sizes(remote, remote.listed(), due)

@@ -54,8 +54,8 @@ class Shard:
       sha256: hash of the file's bytes.
       content: SHA-256 of the lengths of its documents, int64, and then its token ids in the manifest's dtype, both
         little-endian: the same for the same text, however it is stored.
-      bytes: size of the file; 0: unknown.
-      ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart; "": unknown.
+      bytes: size of the file.
+      ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart.
     """
 
     file: _Text
@@ -63,8 +63,8 @@ class Shard:
     tokens: _Count
     sha256: _Text
     content: _Text
-    bytes: _Count = 0
-    ends: _Text = ""
+    bytes: _Count
+    ends: _Text
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -370,12 +370,10 @@ def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[Rec
         file = path / shard.file
         check_file(file)
         size, ends = size_and_ends(file)
-        if shard.bytes and size != shard.bytes:
+        if size != shard.bytes:
             raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
-        if shard.ends and ends != shard.ends:
+        if ends != shard.ends:
             raise UserError(f"{file} is not the file that {MANIFEST_FILE} was written for: its ends differ.")
-        if not (shard.bytes and shard.ends):
-            open_shard(file, num_records(shard, manifest))
     return RecordStream(shards or path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
 
 
