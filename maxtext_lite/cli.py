@@ -14,12 +14,11 @@ from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import did_you_mean, sanitize_for_terminal, value_text
-from maxtext_lite.config.hints import key_hint, parse_loose_override, words_hint
+from maxtext_lite.config.hints import key_hint, override_hint, override_meant
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.phases import observers
 from maxtext_lite.config.types import path_problem, wrong_value
-from maxtext_lite.config.yaml import is_one_scalar
 from maxtext_lite.console import (
     StdoutLost,
     command_signals,
@@ -93,7 +92,7 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
-        if has_file and not Path(words[0]).exists() and parse_loose_override(words, self.keys()):
+        if has_file and not Path(words[0]).exists() and override_meant(words, self.keys()):
             has_file = False  # key=value in another notation, which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
@@ -102,7 +101,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a UserError about a wrong argument."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
-        hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
+        hint = override_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
         if unknown.startswith("--") and not hint:
             options = [option for action in self._actions for option in action.option_strings]
             hint = did_you_mean(unknown.partition("=")[0], options)
@@ -267,7 +266,7 @@ def parse_keys(
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            hint = words_hint([word], kind.model_fields)
+            hint = override_hint([word], kind.model_fields)
             problems.append(f"'{word}' is not of the form key=value.{hint} Example: {example}")
         elif key not in kind.model_fields:
             problems.append(f"unknown key '{key}' (command line).{key_hint(key, kind.model_fields)}")
@@ -284,23 +283,21 @@ def parse_keys(
 
 def _plain(text: str) -> object:
     """The YAML value of a text; for a text of which YAML drops a part, such as `x #1`, the whole of it."""
-    value = parse_value(text).value
-    return text if isinstance(value, str) and not is_one_scalar(text) else value
+    value = parse_value(text)
+    is_part = isinstance(value.value, str) and value.text != text.strip() and text[0] not in "'\""
+    return text if is_part else value.value
 
 
 def _paths(text: str) -> object:
     """A list of paths, null, or a path: the text as it is, so 2024, *.txt, `x: y.txt` and `x #1.txt` are paths."""
+    if text.strip() in ("", "~", "null"):
+        return None
     try:
-        value = parse_value(text)
+        value = parse_value(text).value
     except ValueError:
         return text
-    if isinstance(value.value, list):
-        return cast("list[object]", value.value)
-    if not text.strip():
-        return None
-    if value.text is None or not is_one_scalar(text):
-        return text
-    return None if value.value is None else value.text
+    is_list_or_quoted = isinstance(value, list) or text[0] in "'\""
+    return cast("object", value) if is_list_or_quoted else text
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

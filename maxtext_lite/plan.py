@@ -36,8 +36,8 @@ from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_con
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
+from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import json_text
-from maxtext_lite.config.violation import divisors
 from maxtext_lite.console import complain
 
 _MOST_DRAWN = 50_000

@@ -127,8 +127,7 @@ def start_watchdog(config: Config) -> None:
     watchdog = load_asked(config, "observer", "watchdog", "hang_timeout_seconds")
     if watchdog is not None:
         base = any_path(config.base_output_directory, "base_output_directory")
-        watchdog.write_to(None if is_bucket(base) else base / config.run_name)
-        watchdog.start(config.hang_timeout_seconds)
+        watchdog.start(config.hang_timeout_seconds, None if is_bucket(base) else base / config.run_name)
         observers.append(watchdog)
 
 

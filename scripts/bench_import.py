@@ -80,7 +80,7 @@ def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, 
     model = model_of(model_keys(fields, "config.json"))
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
     entries = entries_of(TABLES[fields["model_type"]], shapes, model, "checkpoint")
-    tensors = {name: entry.name.their_shape(model.sizes) for entry in entries for name, _, _ in entry.tensor_names()}
+    tensors = {name: entry.name.their_shape for entry in entries for name, _, _ in entry.tensor_names()}
     weight_map: dict[str, str] = {}
     header: dict[str, Any] = {}
     end = 0

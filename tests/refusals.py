@@ -58,9 +58,7 @@ EXTREME = (
 
 def changes(problem):
     """The changes that a message names: dicts of settings, as texts."""
-    clause = re.search(
-        r" (?:Nearest that works?:|This rule alone allows) (.*)\.$", problem
-    )
+    clause = re.search(r" Nearest that works?: (.*)\.$", problem)
     assert clause, f"no value that works in: {problem}"
     key = re.match(r"(\w+)=", problem)
     found = []

@@ -39,6 +39,11 @@ def eval_line(step: int, loss: float) -> dict[str, Any]:
     return {"step": step, "eval_loss": loss, "eval_target_tokens": 999}
 
 
+def lines_of(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The records of a file of a run."""
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
 def write_metrics(directory: Path, lines: list[dict[str, Any]]) -> Path:
     """A run directory that holds metrics.jsonl only."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """examples/outside_package adds a source, an objective, a hook, a kernel and a layer through entry points alone."""
 
 import itertools
-import json
 import sys
 import tomllib
 
@@ -16,6 +15,7 @@ from maxtext_lite.config import UserError, load_config, registry
 from maxtext_lite.training import train
 from maxtext_lite.training.state import make_plain_decoder
 from tests.processes import quick_python, run_launched
+from tests.run_directories import lines_of
 from tests.source_tree import REPOSITORY
 
 PACKAGE = REPOSITORY / "examples" / "outside_package"
@@ -194,8 +194,7 @@ def test_decoding_with_the_state_gives_the_logits_of_the_whole_sequence(pattern)
 
 
 def losses(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in lines_of(directory)]
 
 
 def test_a_run_is_the_same_however_it_is_split_also_over_two_hosts(tmp_path, package):

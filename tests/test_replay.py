@@ -13,6 +13,7 @@ from maxtext_lite.replay import main
 from maxtext_lite.train import main as train
 from maxtext_lite.verify_resume import main as verify_resume
 from tests.processes import RunFiles
+from tests.run_directories import lines_of, write_metrics
 
 SIZES = """
 base_emb_dim=16 base_mlp_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8
@@ -69,12 +70,11 @@ def asked(capsys):
 
 def change_lines(directory, changes):
     """Multiplies numbers of metrics.jsonl: {line: {name: factor}}."""
-    path = directory / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = lines_of(directory)
     for number, factors in changes.items():
         for name, factor in factors.items():
             records[number][name] *= factor
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_metrics(directory, records)
 
 
 def test_a_spiked_step_is_done_again_to_the_bit_and_names_the_planted_row(run, asked):

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.violation import divisors
+from maxtext_lite.config.nearest import divisors
 
 WORSE = 0.01
 """The relative excess over the best loss from which a loss counts as worse."""

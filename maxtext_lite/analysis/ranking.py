@@ -29,8 +29,8 @@ from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import bytes_text, number_text, settings_of
 from maxtext_lite.config.keys import REMAT_POLICIES
 from maxtext_lite.config.load import Origin, defaults_of
+from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.rules import rule_violations
-from maxtext_lite.config.violation import divisors
 
 _REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
@@ -344,7 +344,7 @@ def _first_legal(
         resolved = resolve(changed, topology)
         if not isinstance(resolved, list):
             return resolved, changed
-        if any(violation.key in MESH_KEYS for violation in resolved):
+        if any(refusal.key in MESH_KEYS for refusal in resolved):
             break
     return None, config
 
@@ -426,7 +426,7 @@ def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, Ba
       UserError: of one micro-batch, where no plan is legal.
     """
     if not too_large:
-        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
+        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific refusal
         return UserError(none)
     chosen, plan = min(too_large, key=lambda each: each[1].memory.total)
     total, limit = plan.memory.total, plan.memory.limit or 0

@@ -29,7 +29,6 @@ from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import settings_of
-from maxtext_lite.config.violation import changed_config
 
 UTILIZATION = Interval(0.3, 0.5)
 """The range of MFU for which wall-clock time is stated: what well-tuned runs report, where nothing was measured."""
@@ -346,7 +345,7 @@ def _doubled_once(
         }
         keys = _for_steps(config, batch, first + max(rest, 0))
         try:
-            machine.plan(changed_config(config, keys))
+            machine.plan(type(config).model_validate({**dict(config), **keys}))
         except ValidationError:
             return ()  # more samples or steps than the key may count
         except UserError:

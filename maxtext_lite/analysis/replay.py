@@ -28,8 +28,7 @@ from maxtext_lite.parallel import Tree
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
 from maxtext_lite.training.compile import reading_compiled
 from maxtext_lite.training.feed_steps import FeedSteps
-from maxtext_lite.training.hooks import LossSpike
-from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.hooks import Hook, LossSpike
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.run import TrainingRun
@@ -294,13 +293,13 @@ class Replay:
     rows: Sequence[RowLoss] | None
 
 
-class _InMemoryLog:
-    """The records of steps in memory, in place of metrics.jsonl."""
+class _Records(Hook):
+    """Keeps the lines of metrics.jsonl in memory."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def write(self, record: Record) -> None:
+    def written(self, record: Record) -> None:
         self.records.append(json.loads(record_text(record)))
 
 
@@ -359,7 +358,7 @@ class _ReplayedSteps(NamedTuple):
 
 
 def _repeated(
-    run: TrainingRun[Any],
+    run: TrainingRun,
     step: int,
     starts: RestartHistory,
     lines: Mapping[tuple[int, bool], Record],
@@ -368,7 +367,8 @@ def _repeated(
     say: Callable[[str], None],
 ) -> _ReplayedSteps:
     """The steps from the nearest checkpoint before `step`."""
-    terminal, kept, rows = Terminal(log_period=1, quiet=True), _InMemoryLog(), None
+    kept = _Records()
+    rows = None
     run.open_read_only(step, say)
     state, counts = run.restore_or_init()
     after = counts.step
@@ -380,17 +380,16 @@ def _repeated(
     if after + run.steps_left(counts) < step:
         raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
     say(f"{step - after:,} steps from {begin}")
-    log = StepLog(run, terminal, kept, counts)
-    with contextlib.closing(FeedSteps(run, terminal, state, counts)) as steps:
+    log = StepLog(run, counts, hooks=[kept])
+    with contextlib.closing(FeedSteps(run, state, log)) as steps:
         for number in range(after + 1, step + 1):
-            if not steps.ready:
-                steps.prepare(number)
+            steps.prepare(state, number)
             if with_rows and number == step:
                 first = log.counts.examples_seen
                 rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
             state, taken = steps.take(state, number)
             try:
-                log.add(number, taken, state)
+                log.record(number, taken, state)
             except LossSpike as error:  # as it may have been in the run
                 say(str(error))
                 break
@@ -450,7 +449,7 @@ def _not_replayed(directory: Path, kind: str, why: str) -> str:
 def _starts(checkpoints: Path) -> tuple[int, RestartHistory]:
     """The newest checkpoint that can list the run's starts, and its list; (0, []) without one."""
     for saved in reversed(steps_in(checkpoints)):
-        if check(checkpoints / str(saved), ("about",)).problem is None:
+        if check(checkpoints / str(saved), ("about",)) is None:
             return saved, read_about(checkpoints / str(saved)).get("starts", [])
     return 0, []
 
@@ -459,7 +458,7 @@ def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[t
     """The refusal of a step before which the run resumed with other settings, after `seam`, where no checkpoint is."""
     checkpoints = run_directory(config) / "checkpoints"
     later = [saved for saved in steps_in(checkpoints) if saved >= step and (saved + 1, False) in lines]
-    intact = [saved for saved in later if check(checkpoints / str(saved)).problem is None]
+    intact = [saved for saved in later if check(checkpoints / str(saved)) is None]
     return UserError(
         f"--step={step}: the run resumed with other settings after step {seam}, of which no intact checkpoint is left."
         + nearest_clause([seam, *(saved + 1 for saved in intact[:1])])

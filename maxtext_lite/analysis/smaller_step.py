@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, setting_text
-from maxtext_lite.config.violation import divisors
+from maxtext_lite.config.nearest import divisors
 
 REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
 """From the policy that keeps most on the device to the one that keeps least."""

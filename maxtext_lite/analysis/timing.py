@@ -1,7 +1,6 @@
 """The time of a train step, measured in a short run."""
 
 import contextlib
-import functools
 import io
 import json
 import statistics
@@ -11,7 +10,7 @@ from maxtext_lite.analysis.tuning import Candidate, Timing
 from maxtext_lite.config import Config
 from maxtext_lite.config.records import read_records
 from maxtext_lite.training.compile import OutOfMemory
-from maxtext_lite.training.feed_steps import steps_of_feed
+from maxtext_lite.training.feed_steps import make_feed_steps
 from maxtext_lite.training.loop import train_run
 from maxtext_lite.training.opening import open_run
 
@@ -29,7 +28,7 @@ def measured(
     run = open_run(_short(candidate.config, directory, warm_up + steps), device_memory_gb=device_memory_gb)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            train_run(run, functools.partial(steps_of_feed, run))
+            train_run(run, make_feed_steps)
     except OutOfMemory:
         return Timing(None, _compiled_bytes(directory))
     lines = [line for line in read_records(directory / "metrics.jsonl", []) if line["step"] > warm_up]

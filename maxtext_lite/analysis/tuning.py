@@ -11,7 +11,7 @@ from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.violation import divisors
+from maxtext_lite.config.nearest import divisors
 
 _MOST_AGAIN = 3
 _SPLITS_OF_ALL_POLICIES = 2

@@ -8,8 +8,8 @@ from fractions import Fraction
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import fraction_text, number_text
-from maxtext_lite.config.violation import Violation, around, divisors, divisors_around, multiples_around
+from maxtext_lite.config.errors import Refusal, fraction_text, number_text
+from maxtext_lite.config.nearest import around, divisors, divisors_around, multiples_around
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def wants_solving(config: BatchConfig) -> bool:
     return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
 
 
-def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
+def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
     """The batch that the config states or that follows from global_batch_size, or the rule that it breaks."""
     per_device, accumulation = config.per_device_batch_size, config.gradient_accumulation_steps
     stated = config.global_batch_size
     if stated == 0 and (per_device == -1 or accumulation == -1):
         return _nothing_to_derive_from(per_device, accumulation)
     if per_device == -1 and accumulation == -1:
-        return Violation(
+        return Refusal(
             "gradient_accumulation_steps",
             f"per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
             f"global_batch_size={stated} alone. Set one of them; train chooses both for its devices, "
@@ -89,7 +89,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
         )
     if per_device == -1:
         if stated % accumulation:
-            return Violation(
+            return Refusal(
                 "gradient_accumulation_steps",
                 f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
                 f"{_ratio_text(Fraction(stated, accumulation))} examples per micro-batch, "
@@ -103,7 +103,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
         return not_whole("per_device_batch_size", per_device, num_devices, stated if accumulation == -1 else 0)
     if accumulation == -1:
         if stated % micro:
-            return Violation(
+            return Refusal(
                 "global_batch_size",
                 f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
                 f"{num_devices} device{'s' * (num_devices != 1)} = {micro} examples) = "
@@ -113,13 +113,12 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
             )
         accumulation = int(stated / micro)
     elif stated and stated != micro * accumulation:
-        return Violation(
+        return Refusal(
             "global_batch_size",
             f"global_batch_size={stated} contradicts per_device_batch_size={number_text(per_device)} x "
             f"{num_devices} device{'s' * (num_devices != 1)} x gradient_accumulation_steps={accumulation} = "
             f"{micro * accumulation}.",
             (int(micro * accumulation), {"per_device_batch_size": Fraction(-1)}),
-            rule="stated twice",
         )
     return Batch(per_device, accumulation, int(micro))
 
@@ -141,9 +140,9 @@ def _ratio_text(value: Fraction) -> str:
     return fraction_text(value) if text.endswith(".00") else text
 
 
-def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violation:
+def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Refusal:
     if per_device == -1 and accumulation == -1:
-        return Violation(
+        return Refusal(
             "per_device_batch_size",
             "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with "
             "global_batch_size=0: nothing states the batch size.",
@@ -151,10 +150,10 @@ def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violatio
         )
     key = "per_device_batch_size" if per_device == -1 else "gradient_accumulation_steps"
     message = f"{key}=-1 is derived from global_batch_size, which is 0: not stated."
-    return Violation(key, message, (Fraction(1) if per_device == -1 else 1,), rule="underived")
+    return Refusal(key, message, (Fraction(1) if per_device == -1 else 1,))
 
 
-def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) -> Violation:
+def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) -> Refusal:
     """Refuses a per-device size that is not a whole number of examples over all devices.
 
     Args:
@@ -163,10 +162,9 @@ def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) 
     near = multiples_around(Fraction(1, num_devices), per_device)
     if whole:
         near = around([Fraction(examples, num_devices) for examples in divisors(whole)], per_device)
-    return Violation(
+    return Refusal(
         key,
         f"{key}={number_text(per_device)} x {num_devices} device{'s' * (num_devices != 1)} = "
         f"{_ratio_text(per_device * num_devices)} examples, not a whole number.",
         tuple(near),
-        rule=f"{key} is whole",
     )

@@ -1,12 +1,12 @@
 """The plan of a run: every batch size and what follows from it, without the machine."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import MemoryEstimate
@@ -54,15 +54,8 @@ from maxtext_lite.config.kernels import (
     planned_kernel,
 )
 from maxtext_lite.config.load import defaults_of, read_config
+from maxtext_lite.config.nearest import divisors_around, multiples_around
 from maxtext_lite.config.rules import rule_violations
-from maxtext_lite.config.violation import (
-    Change,
-    Violation,
-    changed_config,
-    divisors_around,
-    multiples_around,
-    suggest,
-)
 
 
 @dataclass(frozen=True)
@@ -364,7 +357,7 @@ T = TypeVar("T")
 _ROUNDED = Fraction(1, 1000)
 
 
-def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> BatchPlan | list[Violation]:
+def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> BatchPlan | list[Refusal]:
     """The plan of a config on a machine, without what `make_plan` adds, or every broken rule.
 
     Args:
@@ -374,7 +367,7 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
         return _derive_plan(config, topology, num_examples, None)
     if broken := topology_violations(topology):
         return broken
-    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+    sampled: SampledBatch | list[Refusal] = registry.load("batch", config.run_kind)(config, topology)
     if isinstance(sampled, list):
         return sampled
     return _derive_plan(config, sampled.training_part(topology), num_examples, sampled)
@@ -382,7 +375,7 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
 
 def _derive_plan(
     config: Config, topology: Topology, num_examples: int | None, sampled: SampledBatch | None
-) -> BatchPlan | list[Violation]:
+) -> BatchPlan | list[Refusal]:
     """The plan, or every broken rule.
 
     Args:
@@ -392,9 +385,9 @@ def _derive_plan(
     if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
         return broken
 
-    def legal(part: T | Violation | list[Violation]) -> T | None:
-        if isinstance(part, Violation | list):
-            broken.extend([part] if isinstance(part, Violation) else cast("list[Violation]", part))
+    def legal(part: T | Refusal | list[Refusal]) -> T | None:
+        if isinstance(part, Refusal | list):
+            broken.extend([part] if isinstance(part, Refusal) else cast("list[Refusal]", part))
             return None
         return part
 
@@ -451,14 +444,14 @@ def _expansion_factor(config: BatchConfig) -> Fraction:
     return Fraction(1) if stated == -1 else stated
 
 
-def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Violation:
+def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refusal:
     """The hosts that read, or why expansion_factor_real_data does not suit this number of hosts."""
     key, factor = "expansion_factor_real_data", _expansion_factor(config)
     if factor < 1:
         if factor.numerator == 1:
             return tuple(range(num_hosts))
         loads = 1 / factor
-        return Violation(
+        return Refusal(
             key,
             f"{key}={number_text(factor)} is 1/x = {fraction_text(loads)} loads per step, not a whole number.",
             (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
@@ -468,7 +461,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Viol
         return tuple(range(int(hosts)))
     is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
     meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
-    return Violation(
+    return Refusal(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
         f"{fraction_text(hosts)} loading hosts, not a whole number.",
@@ -476,14 +469,14 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Viol
     )
 
 
-def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Violation:
+def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Refusal:
     per_device = config.eval_per_device_batch_size
     if (per_device * num_devices).denominator != 1:
         return not_whole("eval_per_device_batch_size", per_device, num_devices)
     return per_device
 
 
-def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
+def _diloco_replicas(config: Config, data_axis: int) -> int | Refusal | None:
     """The copies of the model that local updates train; None where local updates are off."""
     key, replicas = "diloco_num_replicas", config.diloco_num_replicas
     if not config.enable_diloco:
@@ -493,30 +486,18 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
     if replicas % data_axis == 0:
         return replicas
     message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
-    return Violation(key, message, (*multiples_around(data_axis, replicas), -1))
+    return Refusal(key, message, (*multiples_around(data_axis, replicas), -1))
 
 
-def refusals(
-    config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[Refusal] = ()
-) -> list[Refusal]:
-    """One refusal, with what would work, for each wrong value and each broken rule.
+def refusals(config: Config, topology: Topology, num_examples: int | None = None) -> list[Refusal]:
+    """Every rule that a config breaks on a machine.
 
     Args:
       num_examples: training examples in the data, where known.
-      wrong: wrong values, in place of which the config has the defaults.
     """
-
-    def violations(change: Change) -> list[Violation]:
-        machine: dict[str, Any] = {key: change[key] for key in ("num_devices", "num_hosts") if key in change}
-        changed = changed_config(config, {key: value for key, value in change.items() if key not in machine})
-        broken = [*rule_violations(changed, defaults_of(type(config)))]
-        said = {violation.message for violation in broken}
-        outcome = resolve(changed, replace(topology, **machine), num_examples)
-        if isinstance(outcome, list):
-            broken += [violation for violation in outcome if violation.message not in said]
-        return broken
-
-    return suggest(violations, wrong)
+    broken = [*rule_violations(config, defaults_of(type(config)))]
+    outcome = resolve(config, topology, num_examples)
+    return broken + outcome if isinstance(outcome, list) else broken
 
 
 _MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
@@ -650,8 +631,8 @@ def load_plan(
     known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
     problems = _data_and_memory_refusals(config, known, device_memory_gb)
     usable = None if problems or callable(num_examples) else num_examples
-    if refused := [*problems, *reading.refused(refusals(config, topology, usable, reading.wrong))]:
-        raise UserError(str(refusal) for refusal in refused)
+    if refused := reading.problems([*problems, *refusals(config, topology, usable)]):
+        raise UserError(refused)
     if callable(num_examples):
         num_examples = num_examples(config) if config.num_epochs else None
     plan = make_plan(

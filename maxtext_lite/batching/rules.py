@@ -13,23 +13,13 @@ from maxtext_lite.batching.topology import (
     model_dimensions,
 )
 from maxtext_lite.config import Config
-from maxtext_lite.config.errors import (
-    any_of,
-    value_text,
-)
+from maxtext_lite.config.errors import Refusal, any_of, refuse, value_text
 from maxtext_lite.config.kernels import (
     kernel_named,
     token_multiple,
 )
 from maxtext_lite.config.keys import ATTENTION_KINDS
-from maxtext_lite.config.violation import (
-    Change,
-    Number,
-    Violation,
-    divisors_around,
-    multiples_around,
-    violates,
-)
+from maxtext_lite.config.nearest import Number, divisors_around, multiples_around
 
 _WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
     "num_pipeline_microbatches": (1, -1),
@@ -39,8 +29,8 @@ _WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
-    broken: list[Violation] = []
+def model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Refusal]:
+    broken: list[Refusal] = []
     for axis, together in SPLIT_TOGETHER.items():
         shards = math.prod(mesh.total[each] for each in together)
         if shards == 1:
@@ -62,25 +52,25 @@ def model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[
         if parts != size:
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        near: list[Change] = []
+        near: list[Mapping[str, Number]] = []
         if axis == "context":  # unlike the model's dims, the length is free to choose
             unit = shards * math.lcm(chunks, max(config.num_vocab_tiling, 1))
             near += _lengths(multiples_around(unit, config.max_target_length))
         for name, part in sizes.items():
             near += mesh_changes(config, num_devices, name, part)
-        broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
+        broken.append(Refusal(key, f"{how} does not divide {named}.", tuple(near)))
     return broken
 
 
-def _lengths(tokens: Iterable[Number]) -> list[Change]:
+def _lengths(tokens: Iterable[Number]) -> list[Mapping[str, Number]]:
     return [{"max_target_length": each} for each in tokens]
 
 
-def context_violations(config: Config, num_shards: int) -> list[Violation]:
+def context_violations(config: Config, num_shards: int) -> list[Refusal]:
     """Refuses what context shards cannot run."""
     if num_shards == 1:
         return []
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     key, kernel = "attention", config.attention
     unit = token_multiple("splash", num_shards)
     if kernel == "splash" and config.max_target_length % unit:
@@ -90,36 +80,36 @@ def context_violations(config: Config, num_shards: int) -> list[Violation]:
             f"128 for each of 2 chunks on {num_shards} context shards."
         )
         near = _lengths(multiples_around(unit, config.max_target_length))
-        broken.append(Violation(key, message, (*near, "auto"), rule="a kernel for shards"))
+        broken.append(Refusal(key, message, (*near, "auto")))
     if kernel != "auto" and not kernel_named(kernel).context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
-        broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
+        broken.append(Refusal(key, message, ("auto",)))
     foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
     if foreign:
         rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
         attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
-        broken.append(violates(config, "layer_pattern", rule, attention))
+        broken.append(refuse(config, "layer_pattern", rule, attention))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling
     tokens, rest = divmod(config.max_target_length, num_shards)
     if not rest and tokens % pieces:
         message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
-        broken.append(Violation(key, message, tuple(divisors_around(tokens, pieces)), rule="tiles of a shard"))
+        broken.append(Refusal(key, message, tuple(divisors_around(tokens, pieces))))
     return broken
 
 
-def pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+def pipeline_violations(config: Config, num_stages: int, context: int) -> list[Refusal]:
     if num_stages == 1:
         no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
         return [
-            Violation(key, f"{key}={value} {no_effect}", plain[:1])
+            Refusal(key, f"{key}={value} {no_effect}", plain[:1])
             for key, plain in _WITHOUT_STAGES.items()
             if (value := getattr(config, key)) not in plain
         ]
     key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     if pieces != -1 and pieces % num_stages:
         message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
-        broken.append(Violation(key, message, tuple(multiples_around(num_stages, pieces))))
+        broken.append(Refusal(key, message, tuple(multiples_around(num_stages, pieces))))
     if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
         broken.extend(_layer_violations(config, num_stages))
     if config.pipeline_schedule == "1f1b":
@@ -127,10 +117,10 @@ def pipeline_violations(config: Config, num_stages: int, context: int) -> list[V
     return broken
 
 
-def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
+def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Refusal]:
     """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
     key = "pipeline_schedule"
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
     if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
         once = {"num_layers_per_pipeline_stage": layers // num_stages}
@@ -140,7 +130,7 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
             f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
             f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times."
         )
-        broken.append(Violation(key, message, (once, "gpipe"), rule="1f1b rounds"))
+        broken.append(Refusal(key, message, (once, "gpipe")))
     tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
     if tokens % parts:
         tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
@@ -150,11 +140,11 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
             f"which {key}=1f1b splits the tokens of a microbatch for the loss."
         )
         near = multiples_around(parts, tokens)
-        broken.append(Violation("max_target_length", message, tuple(near), rule="1f1b tokens"))
+        broken.append(Refusal("max_target_length", message, tuple(near)))
     return broken
 
 
-def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
+def _layer_violations(config: Config, num_stages: int) -> list[Refusal]:
     """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
     layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
     key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
@@ -168,14 +158,14 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
             key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
         product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
         message = f"{named} is not a multiple of {product}."
-        return [Violation(key, message, tuple(near), rule="layers")]
+        return [Refusal(key, message, tuple(near))]
     if repeats not in (-1, rounds):
         key = "num_pipeline_repeats"
         message = (
             f"{key}={repeats} x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
             f"{repeats * num_stages * at_once} layers, but {named}."
         )
-        return [Violation(key, message, (rounds,), rule="layers")]
+        return [Refusal(key, message, (rounds,))]
     patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
     for name, pattern in patterns.items():
         period = len(pattern)
@@ -185,5 +175,5 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
                 f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
             )
             unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
-            return [Violation(key, message, tuple(multiples_around(unit, at_once)), rule="layers")]
+            return [Refusal(key, message, tuple(multiples_around(unit, at_once)))]
     return []

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import fraction_text, number_text, short_text
-from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
-from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
+from maxtext_lite.config.errors import Refusal, fraction_text, number_text, short_text
+from maxtext_lite.config.nearest import around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
@@ -212,7 +211,7 @@ class RampupBatchManager:
 
 def make_rampup(
     config: BatchConfig, batch: Batch | None, num_devices: int
-) -> RampupBatchManager | list[Violation] | None:
+) -> RampupBatchManager | list[Refusal] | None:
     """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
@@ -237,14 +236,14 @@ def _unit(config: BatchConfig, batch: Batch, num_devices: int) -> Fraction:
     return batch.per_device_batch_size / batch.gradient_accumulation_steps
 
 
-def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violation]:
+def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Refusal]:
     """Refuses a ramp of whole stages that does not rise to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     target = batch.per_device_batch_size
     if start >= target:
         near = [target - increment] if target > increment else []
         message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Violation(_START, message, (*near, _NO_RAMP), rule="ramp goes up")]
+        return [Refusal(_START, message, (*near, _NO_RAMP))]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
         return []
@@ -257,15 +256,15 @@ def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violat
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
             f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
         )
-        return [Violation(_INCREMENT, message, near, rule="few increments")]
+        return [Refusal(_INCREMENT, message, near)]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
         f"{_INCREMENT}={number_text(increment)} is {fraction_text(steps)} increments, not a whole number."
     )
-    return [Violation(_INCREMENT, message, near, rule="whole increments")]
+    return [Refusal(_INCREMENT, message, near)]
 
 
-def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Violation]:
+def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Refusal]:
     """Refuses stages that are not a whole number of examples, or of accumulation steps."""
     target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
     by_device = config.rampup_mode == "per_device_batch_size"
@@ -274,11 +273,10 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit:
         times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
     what = "examples" if by_device else "accumulation steps"
     return [
-        Violation(
+        Refusal(
             key,
             f"{key}={number_text(value)} {times} = {fraction_text(value / unit)} {what}, not a whole number.",
             (*multiples_around(unit, value), _NO_RAMP),
-            rule=f"{key} is whole",
         )
         for key in (_START, _INCREMENT)
         if ((value := getattr(config, key)) / unit).denominator != 1
@@ -401,7 +399,7 @@ class RunLength:
 
 def derive_length(
     config: Config, stages: tuple[BatchStage, ...] | None, num_examples: int | None
-) -> RunLength | Violation | None:
+) -> RunLength | Refusal | None:
     """The length of a run, or the rule that it breaks.
 
     Args:
@@ -409,18 +407,15 @@ def derive_length(
       num_examples: None where unknown; the length of a run of num_epochs is then unknown too.
     """
     epochs = config.num_epochs
-    if epochs == 0 and config.steps == -1:
-        return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(config.warmup_steps, 1),))
     stated = None if num_examples is None or epochs == 0 else epochs * num_examples
     if stated is not None and stated.denominator != 1:
-        return Violation(
+        return Refusal(
             "num_epochs",
             f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {fraction_text(stated, 6)} "
             "examples, not a whole number.",
             (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
-            rule="num_epochs is whole",
         )
-    if stages is None:
+    if stages is None or (epochs == 0 and config.steps == -1):
         return None
     examples = None if stated is None else int(stated)
     length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
@@ -429,14 +424,13 @@ def derive_length(
     return length
 
 
-def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
+def _no_step(config: Config, first: BatchStage, num_examples: int) -> Refusal:
     total, wanted = int(config.num_epochs * num_examples), first.global_batch_to_train
-    return Violation(
+    return Refusal(
         "num_epochs",
         f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
         f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
         (Fraction(wanted, num_examples), {"last_batch": "train"}),
-        rule="a step",
     )
 
 
@@ -499,7 +493,7 @@ class OptimizerScaling:
     scaled: Mapping[str, float]
 
 
-def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
+def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
     """Refuses scaling without a base batch, and scaled decays outside [0, 1). `batch` is None where it is unknown."""
     if config.learning_rate_scaling == "none":
         return []
@@ -507,7 +501,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
     if base == 0:
         key = "base_global_batch_size"
         return [
-            Violation(
+            Refusal(
                 key,
                 f"{key}=0 does not state the batch that learning_rate was tuned for, from which "
                 f"learning_rate_scaling={config.learning_rate_scaling} scales.",
@@ -517,7 +511,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
     if batch is None or not config.scale_adam_with_batch:
         return []
     ratio = Fraction(batch.global_batch_to_train, base)
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     for key, decay in (("adam_b1", config.adam_b1), ("adam_b2", config.adam_b2)):
         forgotten = 1 - _exact(decay)
         if ratio * forgotten <= 1:
@@ -527,7 +521,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
         digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
         smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
         broken.append(
-            Violation(
+            Refusal(
                 key,
                 f"{key}={number_text(decay)} becomes {short_text(1 - ratio * forgotten)} with "
                 f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} "

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxtext_lite.config import Config, MeshConfig
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import Change, Violation, around, divisors, divisors_around
+from maxtext_lite.config.nearest import Number, around, divisors, divisors_around
 
 MOST_DEVICES = 1_000_000
 """The largest number of devices or hosts of a machine."""
@@ -59,24 +59,21 @@ MESH_KEYS: tuple[str, ...] = (
 _DATA, _FSDP = mesh_key("ici", "data"), mesh_key("ici", "fsdp")
 
 
-def topology_violations(topology: Topology) -> list[Violation]:
+def topology_violations(topology: Topology) -> list[Refusal]:
     """The rules that the machine itself breaks."""
     devices, hosts = topology.num_devices, topology.num_hosts
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     for key, number in (("num_devices", devices), ("num_hosts", hosts)):
         if not 1 <= number <= MOST_DEVICES:
-            nearest, bound = (1,), "at least 1"
-            if number > MOST_DEVICES:
-                nearest, bound = (MOST_DEVICES, 1), f"at most {MOST_DEVICES}"
-            message = f"{key}={value_text(number)} must be {bound}."
-            broken.append(Violation(key, message, nearest, rule=f"{key} of a machine"))
+            message = f"{key}={value_text(number)} must be from 1 to {MOST_DEVICES}."
+            broken.append(Refusal(key, message, (1,)))
     if not broken and devices % hosts:
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
-        broken.append(Violation("num_hosts", message, tuple(divisors_around(devices, hosts))))
+        broken.append(Refusal("num_hosts", message, tuple(divisors_around(devices, hosts))))
     return broken
 
 
-def resolve_mesh(config: Config, num_devices: int) -> MeshSizes | Violation:
+def resolve_mesh(config: Config, num_devices: int) -> MeshSizes | Refusal:
     """The axis sizes with -1 filled in, or the rule that they break."""
     sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
     open_keys = [key for key, size in sizes.items() if size == -1]
@@ -146,7 +143,7 @@ def _parts_of_model(config: Config, key: str) -> int:
     return math.gcd(*model_dimensions(config, axis).values()) // (others * CHUNKS[axis])
 
 
-def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[Change]:
+def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[Mapping[str, Number]]:
     """Changes of a mesh axis to the nearest sizes that the model and the other axes leave room for.
 
     The devices that it no longer covers go to an axis that is -1, or to that of data, or for data to that of fsdp. If
@@ -162,8 +159,8 @@ def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[
         ones = {} if num_devices % others == 0 else dict.fromkeys((*stated, key), 1)
         return [ones | {_FSDP: -1}]
     rest = _FSDP if key == _DATA else _DATA
-    alone: list[Change] = []
-    with_rest: list[Change] = []
+    alone: list[Mapping[str, Number]] = []
+    with_rest: list[Mapping[str, Number]] = []
     common = _parts_of_model(config, key)
     for near in around([each for each in divisors(room) if common % each == 0], size):
         left = room // int(near)
@@ -178,30 +175,30 @@ def _product_text(fixed: Mapping[str, int]) -> str:
     return " x ".join(f"{key}={size}" for key, size in fixed.items())
 
 
-def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
+def _too_many_open(open_keys: list[str], num_devices: int) -> Refusal:
     last = open_keys[-1]
     scopes = {key[:3] for key in open_keys}
     why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
     named = " and ".join(f"{key}=-1" for key in open_keys)
-    return Violation(last, f"{named}: {why} may be -1.", tuple(divisors_around(num_devices, 0)))
+    return Refusal(last, f"{named}: {why} may be -1.", tuple(divisors_around(num_devices, 0)))
 
 
-def _not_dividing(config: Config, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
+def _not_dividing(config: Config, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Refusal:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
     product_text = f"{_product_text(fixed)}{total}"
     message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
-    return Violation(key, message, tuple(mesh_changes(config, num_devices, key, size)), "mesh")
+    return Refusal(key, message, tuple(mesh_changes(config, num_devices, key, size)))
 
 
-def _wrong_product(config: Config, fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
+def _wrong_product(config: Config, fixed: Mapping[str, int], product: int, num_devices: int) -> Refusal:
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
     message = (
         f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
         if fixed
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
-    return Violation(last, message, tuple(mesh_changes(config, num_devices, last, fixed.get(last, 1))), "mesh")
+    return Refusal(last, message, tuple(mesh_changes(config, num_devices, last, fixed.get(last, 1))))
 
 
 def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:

@@ -30,7 +30,7 @@ from maxtext_lite.config.load import (
     packaged_file,
     write_resolved,
 )
-from maxtext_lite.config.rules import adapted_weights
+from maxtext_lite.config.weights import adapted_weights
 from maxtext_lite.config.yaml import parse_value
 
 __all__ = [

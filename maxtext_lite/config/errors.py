@@ -197,7 +197,7 @@ class Refusal:
     Attributes:
       key: the key with the wrong value; "" for a file or an argument.
       message: key, value and rule.
-      nearest: legal values of the key, or texts `key=value ...` of the keys that would have to change.
+      nearest: what the rule allows, nearest first: values of the key, or settings of other keys by name.
     """
 
     key: str
@@ -205,7 +205,41 @@ class Refusal:
     nearest: tuple[object, ...] = ()
 
     def __str__(self) -> str:
-        return self.message + nearest_clause(self.nearest)
+        if not self.key:
+            return self.message + nearest_clause(self.nearest)
+        begin = f"{self.key}="
+        changes = [
+            cast("Mapping[str, object]", each) if isinstance(each, Mapping) else {self.key: each}
+            for each in self.nearest[:2]
+        ]
+        texts = [" ".join(settings_of(change)) for change in changes]
+        if self.message.startswith(begin) and all([*change] == [self.key] for change in changes):
+            texts = [text.removeprefix(begin) or text for text in texts]
+        return self.message + nearest_clause(texts)
+
+
+def refuse(config: object, key: str, rule: str, *nearest: object) -> Refusal:
+    """The refusal of a key's value.
+
+    Args:
+      rule: the words that follow `key=value` in the message, without the full stop.
+      nearest: as in Refusal.
+    """
+    return Refusal(key, f"{key}={value_text(getattr(config, key))} {rule}.", nearest)
+
+
+def refuse_unused(config: object, plain: Mapping[str, object], reason: str, *others: object) -> Refusal | None:
+    """The refusal of the first key whose value is not the plain one, where no other value has an effect.
+
+    Args:
+      plain: the value that each key must have.
+      reason: the words that follow `key=value` in the message.
+      others: what else the rule allows.
+    """
+    for key, usual in plain.items():
+        if getattr(config, key) != usual:
+            return refuse(config, key, reason, usual, *others)
+    return None
 
 
 class WrongType(ValueError):

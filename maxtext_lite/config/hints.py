@@ -4,9 +4,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from maxtext_lite.config.errors import Refusal, did_you_mean, value_text
+from maxtext_lite.config.errors import did_you_mean, value_text
 from maxtext_lite.config.json_file import user_path
-from maxtext_lite.config.types import path_problem
 
 _ELSEWHERE = {
     "adam_beta1": "adam_b1",
@@ -86,45 +85,38 @@ _ELSEWHERE = {
 }
 """Names of keys in other frameworks, where they are not similar to ours."""
 
-_WORD = re.compile(r"-{0,2}([A-Za-z][\w-]*)\s*[:=]?\s*(.*)", re.DOTALL)
+_WORDS = re.compile(r"-{0,2}([A-Za-z][\w-]*)[\s:=]*(\S*)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIX = re.compile(r"\.[a-z]+\d?$")
 
 
-def key_meant(name: str, known: Collection[str]) -> str | None:
+def _key_meant(name: str, known: Collection[str]) -> str | None:
     """The key that a name certainly means: the same but for case and dashes, or its name in another framework."""
     plain = name.lower().replace("-", "_")
-    plain = plain if plain in known else _ELSEWHERE.get(plain, "")
-    return plain if plain in known else None
+    key = plain if plain in known else _ELSEWHERE.get(plain)
+    return key if key in known else None
 
 
 def key_hint(name: str, known: Collection[str]) -> str:
     """The clause ` Did you mean 'x'?` about an unknown key; empty where no key is similar."""
-    meant = key_meant(name, known)
+    meant = _key_meant(name, known)
     return f" Did you mean '{meant}'?" if meant else did_you_mean(name, known)
 
 
-def parse_loose_override(words: Sequence[str], known: Collection[str]) -> tuple[str, int] | None:
-    """`key=value` for words that begin with a key in another notation, and the number of words that it stands for.
-
-    `--steps=5`, `steps:5`, `--steps 5`, `steps 5` and `steps = 5` mean `steps=5`. None where no key is meant.
-    """
-    found = _WORD.fullmatch(words[0])
-    key = found and key_meant(found[1], known)
+def override_meant(words: Sequence[str], known: Collection[str]) -> str:
+    """`steps=5` for words such as `--steps=5`, `steps:5`, `--steps 5` and `steps 5`; "" where no key is meant."""
+    found = _WORDS.match(" ".join(words[:3]))
+    key = found and _key_meant(found[1], known)
     if not found or not key:
-        return None
-    value, taken = found[2], 1
-    for word in words[1:3]:  # the second of them where the first is only a sign
-        if value or word.startswith("-") or "=" in word[1:]:
-            break
-        value, taken = word.strip(":= "), taken + 1
-    return f"{key}={value or 'VALUE'}", taken
+        return ""
+    is_value = found[2] and "=" not in found[2] and not found[2].startswith("--")
+    return f"{key}={found[2] if is_value else 'VALUE'}"
 
 
-def words_hint(words: Sequence[str], known: Collection[str]) -> str:
+def override_hint(words: Sequence[str], known: Collection[str]) -> str:
     """The clause ` Did you mean 'steps=5'?`, or empty text."""
-    meant = parse_loose_override(words, known)
-    return f" Did you mean '{meant[0]}'?" if meant else ""
+    meant = override_meant(words, known)
+    return f" Did you mean '{value_text(meant)}'?" if meant else ""
 
 
 def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path = Path()) -> str:
@@ -135,38 +127,11 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
       directory: of the namer, from which the name is looked up.
     """
     named_by = f" (base of {namer})" if namer else ""
-    problem = path_problem(name)
-    if problem:
-        return f"the config file '{value_text(name)}'{named_by} {problem}"
-    place = directory / user_path(name)
-    if name and (place.is_dir() or place.is_symlink()):
-        what = "is a directory" if place.is_dir() else "is a link to a file that does not exist"
-        return f"the config file '{value_text(name)}'{named_by} {what}."
-    beside = place.parent
-    found = (file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern) if not file.is_dir())
-    files = [Path(name).parent / file.name for file in sorted(found)]
-    same = [str(file) for file in files if file.stem == Path(name).stem]
-    hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
+    beside = sorted((directory / user_path(name)).parent.glob("*.y*ml"))
+    files = [str(Path(name).parent / file.name) for file in beside]
+    same = [file for file in files if Path(file).stem == Path(name).stem]
+    hint = did_you_mean(name, same) or did_you_mean(name, [*files, *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"
-
-
-def missing_model(name: str, shipped: Sequence[str]) -> str:
-    """The problem with a model_name without a file."""
-    return (
-        f"model_name={value_text(name)} has no file in configs/models/. model_name=default takes the dimensions from "
-        f"the config.{did_you_mean(name, [*shipped, 'default'])}"
-    )
-
-
-def missing_parameters(path: str) -> Refusal:
-    """The problem with a load_parameters_path that does not exist and alone would say what the model is."""
-    place = user_path(path)
-    beside = sorted(each.name for each in place.parent.glob("*") if each.is_dir())
-    return Refusal(
-        "load_parameters_path",
-        f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}, and no key says "
-        f"what the model is.{hub_hint(path) or did_you_mean(place.name, beside)}",
-    )
 
 
 def hub_hint(path: str, *options: str) -> str:

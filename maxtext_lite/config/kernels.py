@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from maxtext_lite.config.errors import any_of
+from maxtext_lite.config.errors import Refusal, any_of, refuse
 from maxtext_lite.config.keys import LOCAL_KINDS, Config
 from maxtext_lite.config.registry import installed_names, is_there, load, names
-from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
 SPLASH_BLOCK = 128
@@ -293,25 +292,25 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
     return reasons
 
 
-def unknown_to_kernel(config: Config) -> Violation | None:
+def unknown_to_kernel(config: Config) -> Refusal | None:
     """A kernel named by `attention` that runs this config on no platform."""
     name = config.attention
     if name == "auto":
         return None
     kernel, length, others = kernel_named(name), config.max_target_length, tuple[object, ...](("dot_product",))
     if not is_there(kernel.computes):
-        return violates(config, "attention", "is not installed", *others)
+        return refuse(config, "attention", "is not installed", *others)
     if config.dtype not in kernel.dtypes:
         rule = f"does not compute in dtype={config.dtype}"
-        return violates(config, "attention", rule, {"dtype": "bfloat16"}, *others)
+        return refuse(config, "attention", rule, {"dtype": "bfloat16"}, *others)
     if length % (multiple := kernel.token_multiple):
         rule = f"needs max_target_length={length} to be a multiple of {multiple}"
-        return violates(config, "attention", rule, *others)
+        return refuse(config, "attention", rule, *others)
     if not (lacks := lacking(name, needs := needs_of(config))):
         return None
     if not lacking(name, dataclasses.replace(needs, documents=False)):
         others = ("cudnn_masked", {"packing": False})
-    return violates(config, "attention", f"does not support {' or '.join(lacks)}", *others)
+    return refuse(config, "attention", f"does not support {' or '.join(lacks)}", *others)
 
 
 # ---- Experts -------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from maxtext_lite.config.types import (
     Seed,
     SeedOrMinusOne,
     Share,
+    ShareBelowOne,
     SourceName,
     SpecialInText,
     StepsOrPartOfEpoch,
@@ -244,12 +245,12 @@ def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
         if isinstance(value, kind) or value is None:
             return value
         if not isinstance(value, dict):
-            raise WrongType("is not a mapping, as {name: value}.", ({},))
+            raise WrongType("is not a mapping, as {name: value}.", (None,))
         entries = cast("dict[str, Any]", value)
         try:
             return kind.checked(entries) if entries else None
         except WrongType as error:
-            raise WrongType(str(error), ({},)) from None
+            raise WrongType(str(error), (None,)) from None
 
     return check
 
@@ -267,9 +268,6 @@ PositionTemperatureOrNone = Annotated[
     PositionTemperature | None, BeforeValidator(_mapping_of(PositionTemperature)), _mapping
 ]
 """A mapping that makes a PositionTemperature; {} is none."""
-
-
-_TEXTS = ("path", "name")
 
 
 class HeldOutEntry(Section):
@@ -324,31 +322,6 @@ def name_of_path(path: str) -> str:
     last = PurePath(path).name
     name = last[:1] + last[1:].split(".")[0]
     return name if name.strip() else path
-
-
-def is_source_list(value: object) -> bool:
-    """Whether a YAML value is meant as a list of sources; [ab] and [a.txt] are globs."""
-    if not isinstance(value, list):
-        return isinstance(value, dict)
-    entries = cast("list[object]", value)
-    return not entries or any(isinstance(entry, dict) for entry in entries)
-
-
-def with_texts(sources: Sequence[object], texts: Sequence[object]) -> list[object]:
-    """Sources with their texts as written, as those of keys are: the path 007 stays 007.
-
-    Args:
-      texts: the sources with the text of each scalar in place of its value.
-    """
-
-    def entry(source: object, text: object) -> object:
-        if not isinstance(source, dict):
-            return source
-        values, written = cast("dict[str, object]", source), cast("dict[str, object]", text)
-        texts = {name: written[name] for name in _TEXTS if isinstance(values.get(name), bool | int | float)}
-        return values | texts
-
-    return [entry(source, text) for source, text in zip(sources, texts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -555,7 +528,7 @@ class ObjectiveKind:
       makes: `module:function` from a config to an `Objective` of training/objective.py; "": the run makes it.
       data: what it trains on.
       rows_per_example: rows of max_target_length tokens in an example.
-      starts: `module:function` called with (run, state, counts, terminal) before the first step; "": nothing.
+      starts: `module:function` called with (run, state, counts, say) before the first step; "": nothing.
       against: `module:function` from a model's scores and those of the model that the run began with to those to
         evaluate; "": the model's own.
     """
@@ -633,6 +606,7 @@ class RunConfig(Section):
     last_batch: Literal["drop", "train"]
     seed: Seed
     log_period: StepsOrPartOfEpoch
+    log_level: Literal["brief", "detail"]
     enable_checkpointing: Flag
     checkpoint_period: StepsOrPartOfEpoch
     max_num_checkpoints_to_keep: Count
@@ -882,7 +856,7 @@ class DataConfig(Section):
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
     eval_dataset_path: PathOrHeldOut
-    eval_fraction: Share
+    eval_fraction: ShareBelowOne
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText
     chat_template: PathText
@@ -1008,7 +982,7 @@ class Config(
 
     @classmethod
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:
-        """The rules of this kind of run beside those of every config: each gives the Violation of a config, or None."""
+        """The rules of this kind of run beside those of every config: each gives the Refusal of a config, or None."""
         return ()
 
     @property

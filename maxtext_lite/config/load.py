@@ -2,19 +2,20 @@
 
 import functools
 import glob
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from maxtext_lite.config.bucket import absolute, is_bucket, original
-from maxtext_lite.config.errors import Refusal, UserError, full_text, value_text, without_secrets
-from maxtext_lite.config.hints import key_hint, missing_file, missing_model, missing_parameters, parse_loose_override
+from maxtext_lite.config.errors import Refusal, UserError, did_you_mean, full_text, value_text, without_secrets
+from maxtext_lite.config.hints import hub_hint, key_hint, missing_file, override_hint
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.keys import (
     TOKENIZER_FILES,
@@ -23,46 +24,41 @@ from maxtext_lite.config.keys import (
     ModelConfig,
     SourceList,
     field_of,
-    is_source_list,
     keys_of,
     known_keys,
-    with_texts,
 )
 from maxtext_lite.config.registry import NotInstalled, installed_names, load, load_installed, names
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.types import path_problem, wrong_value
-from maxtext_lite.config.violation import changed_config, suggest
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.config.yaml import YamlValue, is_one_scalar, parse_mapping, parse_value
+from maxtext_lite.config.yaml import YamlValue, parse_mapping, parse_value
 
 ROOT_FILE = "base.yml"
 """The base of every config."""
 RUN_FILE = "config.yml"
 """The name of the config of a run directory, which has every key."""
+WORKING_DIRECTORY = "working_directory"
+"""The entry of a run's environment.json for the directory that its relative paths are in."""
 LARGEST_FILE = 2**22
 """Bytes of a config, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MOST_NAMED = 20
-_NO_BASE = object()
 _MODELS = "models/"
 
 
+class ConfigError(UserError):
+    """A config is wrong."""
+
+
+# ---- Files ----------------------------------------------------------------------------------------------------------
+
+
 class Origin(str):
-    """Where a value comes from, as messages call it.
+    """Where a value comes from, as messages call it."""
 
-    Attributes:
-      is_default: from configs/base.yml or a file of configs/models/, as shipped: the user left the key open.
-      is_architecture: from the config.json of a Hugging Face directory.
-    """
-
-    is_default: bool
-    is_architecture: bool
-
-    def __new__(cls, text: str, *, is_default: bool = False, is_architecture: bool = False) -> "Origin":
-        origin = super().__new__(cls, text)
-        origin.is_default, origin.is_architecture = is_default, is_architecture
-        return origin
+    is_default = False
+    """Whether it is configs/base.yml or a file of configs/models/, as shipped: the user left the key open."""
 
 
 @dataclass(frozen=True)
@@ -91,36 +87,29 @@ def packaged_file(kind: Literal["configs", "assets"], name: str) -> Path | None:
     directory = packaged_directory(kind)
     for relative in (name, name.removeprefix(f"{kind}/")):
         path = directory / relative
-        if is_file(path) and path.resolve().is_relative_to(directory.resolve()):
+        if _is_file(path) and path.resolve().is_relative_to(directory.resolve()):
             return path
     return None
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; False for a name that no file system accepts."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113 which raises for a name that no file system accepts
 
 
-def find_config(name: str, namer: Path | None = None) -> Path | None:
+def _find_config(name: str, namer: Path | None) -> Path | None:
     """A config file: beside the file that names it or in the working directory, otherwise among the shipped ones."""
-    candidate = user_path(name) if namer is None else namer.parent / user_path(name)
-    itself = namer is not None and is_file(candidate) and candidate.resolve() == namer.resolve()
-    shipped = packaged_file("configs", name)
-    if is_file(candidate) and not (itself and shipped not in (None, namer)):
-        return candidate
-    return shipped
+    path = user_path(name) if namer is None else namer.parent / user_path(name)
+    names_itself = namer is not None and path.resolve() == namer.resolve()
+    return path if _is_file(path) and not names_itself else packaged_file("configs", name)
 
 
-def shipped_configs() -> list[str]:
+def _shipped_configs() -> list[str]:
     """The paths below configs/ of all shipped files."""
     directory = packaged_directory("configs")
     return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*.yml"))
 
 
-def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
+def _read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
     """The values of a file.
 
     Args:
@@ -129,113 +118,86 @@ def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
     """
     directory, resolved = packaged_directory("configs").resolve(), path.resolve()
     shipped = resolved.relative_to(directory).as_posix() if resolved.is_relative_to(directory) else ""
-    is_default = shipped == ROOT_FILE or shipped.startswith(_MODELS)
-    origin = Origin(shipped or value_text(named), is_default=is_default)
-    values, wrong = _read_shipped(resolved, origin) if shipped else _read(path, origin)
-    problems.extend(wrong)
-    return Layer(origin, dict(values), shipped)
-
-
-@functools.lru_cache(maxsize=8)
-def _read_shipped(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
-    return _read(path, origin)
-
-
-def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
+    origin = Origin(shipped or value_text(named))
+    origin.is_default = shipped == ROOT_FILE or shipped.startswith(_MODELS)
     try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            return {}, [Refusal("", f"{origin} has {size:,} bytes; a config has at most {LARGEST_FILE:,}.")]
-        entries = parse_mapping(path.read_text(encoding="utf-8"))
-        if path.name == RUN_FILE and not entries:
-            why = (
-                "has no keys, as if it had been cut short; that of a run has all. The run's own command writes it again"
-            )
-            return {}, [Refusal("", f"{origin} {why}.")]
+        entries = _read_shipped(resolved) if shipped else _read(path)
     except OSError as error:
-        return {}, [Refusal("", f"{origin}: {error.strerror}.")]
-    except UnicodeDecodeError:
-        return {}, [Refusal("", f"{origin} is not UTF-8 text.")]
+        problems.append(Refusal("", f"{origin}: {error.strerror}."))
+        return Layer(origin, {})
     except ValueError as error:
-        return {}, [Refusal("", f"{origin} {error}.")]
-    values = {key: plain_value(key, value) for key, value in entries}
-    return values, [Refusal("", message) for message in keys_twice(entries, origin)]
+        problems.append(Refusal("", f"{origin} {error}."))
+        return Layer(origin, {})
+    problems += [Refusal("", message) for message in keys_twice(entries, origin)]
+    return Layer(origin, {key: _plain_value(key, value) for key, value in entries}, shipped)
+
+
+def _read(path: Path) -> list[tuple[str, YamlValue]]:
+    size = path.stat().st_size
+    if size > LARGEST_FILE:
+        raise ValueError(f"has {size:,} bytes; a config has at most {LARGEST_FILE:,}")
+    return parse_mapping(path.read_text(encoding="utf-8"))
+
+
+_read_shipped = functools.lru_cache(maxsize=8)(_read)
 
 
 def keys_twice(entries: Sequence[tuple[str, YamlValue]], origin: str) -> list[str]:
     """The problems with the keys that occur several times in a file."""
-    twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
+    counts = Counter(key for key, _ in entries)
+    twice = [key for key, count in counts.items() if count > 1]
     return [f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice[:_MOST_NAMED]]
 
 
-def takes_text(key: str) -> bool:
+def _takes_text(key: str) -> bool:
     """Whether the value of a key is text."""
     field = field_of(key)
     is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
-    return is_text or may_list_sources(key)
+    return is_text or _may_list_sources(key)
 
 
-def may_list_sources(key: str) -> bool:
+def _may_list_sources(key: str) -> bool:
     """Whether the value of a key may be a list of sources."""
     field = field_of(key)
-    return field is not None and any(kind in get_args(field.annotation) for kind in (SourceList, MixtureList))
+    return field is not None and not {SourceList, MixtureList}.isdisjoint(get_args(field.annotation))
 
 
-def plain_value(key: str, value: YamlValue) -> object:
+def _plain_value(key: str, value: YamlValue) -> object:
     """The value of a key in a Layer."""
-    sources = value.value
-    if may_list_sources(key) and isinstance(sources, list):
-        return with_texts(cast("list[object]", sources), cast("list[object]", value.texts))
     is_null = value.value is None and value.text != ""  # as written: null or ~
-    return value.text if takes_text(key) and value.text is not None and not is_null else value.value
+    return value.value if is_null or value.text is None or not _takes_text(key) else value.text
 
 
-def file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
+def _file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
     """The layers of a file and its bases, the lowest first, which is always the shipped configs/base.yml."""
     layers: list[Layer] = []
-    root = packaged_directory("configs") / ROOT_FILE
-    if name is None:
-        return [read_layer(root, ROOT_FILE, problems)]
     seen: dict[Path, str] = {}
-    namer: Path | None = None
-    by = ""
-    while True:
-        path = find_config(name, namer)
+    namer, by = None, ""
+    while name is not None:
+        path = _find_config(name, namer)
         if path is None:
             directory = Path() if namer is None else namer.parent
-            problems.append(Refusal("", missing_file(name, by, shipped_configs(), directory)))
+            problems.append(Refusal("", missing_file(name, by, _shipped_configs(), directory)))
             break
-        layer = read_layer(path, name if namer is None else str(namer.parent / user_path(name)), problems)
         if path.resolve() in seen:
-            first = seen[path.resolve()]
-            message = f"base: {value_text(name)} in {by} leads back to {first}: files may not be each other's base."
+            message = f"base: {value_text(name)} in {by} leads back to {seen[path.resolve()]}, which is based on it."
             problems.append(Refusal("", message))
             break
-        seen[path.resolve()] = layer.origin
-        base = layer.values.pop("base", _NO_BASE)
+        layer = _read_layer(path, name if namer is None else str(namer.parent / user_path(name)), problems)
         layers.insert(0, layer)
-        if base is _NO_BASE:
+        seen[path.resolve()] = layer.origin
+        namer, by = path, layer.origin
+        base = layer.values.pop("base", None)
+        if base is not None and not isinstance(base, str):
+            problems.append(Refusal("", f"base: {value_text(base)} in {by} is not the name of a file."))
             break
-        if not isinstance(base, str):
-            problems.append(Refusal("", f"base: {value_text(base)} in {layer.origin} is not the name of a file."))
-            break
-        name, namer, by = base, path, layer.origin
+        name = base
     if not layers or layers[0].shipped != ROOT_FILE:
-        layers.insert(0, read_layer(root, ROOT_FILE, problems))
+        layers.insert(0, _read_layer(packaged_directory("configs") / ROOT_FILE, ROOT_FILE, problems))
     return layers
 
 
-_PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
-WORKING_DIRECTORY = "working_directory"
-"""The entry of a run's environment.json for the directory that its relative paths are in."""
-
-
-class ConfigError(UserError):
-    """A config is wrong."""
-
-
-def _refuse(problems: list[Refusal], message: str) -> None:
-    problems.append(Refusal("", message))
+# ---- The values that win --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,30 +223,24 @@ class Reading:
 
     Attributes:
       config: with the defaults in place of wrong values.
-      refusals: of files, unknown keys and misplaced ones.
-      wrong: the wrong values.
-      field_names: of what load_parameters_path provided.
+      refusals: of files, unknown and misplaced keys, and wrong values.
+      provided: what load_parameters_path decided.
     """
 
     config: Config
     refusals: tuple[Refusal, ...]
-    wrong: tuple[Refusal, ...]
-    field_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    provided: Provided
 
-    def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
-        """All refusals; where load_parameters_path decided a key, in terms of its files."""
-        words = re.compile(rf"\b({'|'.join(self.field_names)})\b")
-
-        def worded(text: object) -> object:
-            return words.sub(lambda name: self.field_names[name[0]], text) if isinstance(text, str) else text
-
-        found: list[Refusal] = []
+    def problems(self, refusals: Iterable[Refusal]) -> list[str]:
+        """All refusals as text; where load_parameters_path decided a key, in terms of its files."""
+        theirs = self.provided.field_names
+        words = re.compile(rf"\b({'|'.join(theirs)})\b")
+        found: list[str] = []
         for refusal in (*self.refusals, *refusals):
-            origin = self.config.origins.get(refusal.key)
-            if self.field_names and isinstance(origin, Origin) and origin.is_architecture:
-                message, nearest = f"{origin}: {worded(refusal.message)}", map(worded, refusal.nearest)
-                refusal = replace(refusal, message=message, nearest=tuple(nearest))
-            found.append(refusal)
+            text, origin = str(refusal), self.config.origins.get(refusal.key)
+            if theirs and origin == self.provided.origin:
+                text = f"{origin}: {words.sub(lambda name: theirs[name[0]], text)}"
+            found.append(text)
         return found
 
 
@@ -303,10 +259,8 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """
     reading = read_config(path, overrides)
     config = reading.config
-    defaults = defaults_of(type(config))
-    refusals = suggest(lambda change: rule_violations(changed_config(config, change), defaults), reading.wrong)
-    if refused := reading.refused(refusals):
-        raise ConfigError(str(refusal) for refusal in refused)
+    if problems := reading.problems(rule_violations(config, defaults_of(type(config)))):
+        raise ConfigError(problems)
     return config
 
 
@@ -314,44 +268,28 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """The first half of `load_config`: the values and what is wrong with each by itself.
 
     Raises:
-      ConfigError: configs/base.yml, or another file of `base_files`, which ship with maxtext_lite, is damaged.
       NotInstalled: the kind of run that the files select is absent.
     """
     problems: list[Refusal] = []
-    files = file_layers(None if path is None else str(path), problems)
+    files = _file_layers(None if path is None else str(path), problems)
     kind = _kind_of(files)
-    stated, unreadable = _override_layer(overrides, problems, kind)
-    layers = [*files, stated]
+    defaults = defaults_of(kind)
+    layers = [*files, _override_layer(overrides, problems, defaults)]
     for layer in layers:
         _drop_unknown_keys(layer, problems, kind)
     _refuse_unused_keys(layers, problems, kind)
     _spell_out_auto(layers)
-    if "num_epochs" not in kind.unused_keys:
-        _end_as_stated_last(layers[1:])
-    layers[1:1] = _model_layer(layers, problems, kind)
+    _end_as_stated_last(layers[1:])
+    layers[1:1] = _model_layers(layers, problems, kind)
     provided = _provided(layers, problems)
-    if provided:
-        origin = Origin(provided.origin, is_architecture=bool(provided.field_names))
-        layers.insert(1, Layer(origin, dict(provided.values)))
-    try:
-        defaults = defaults_of(kind)
-    except (KeyError, ValidationError) as error:
-        files_of_kind = " or ".join(kind.base_files)
-        broken = Refusal("", f"{files_of_kind} of maxtext_lite is damaged: {value_text(str(error))}.")
-        raise ConfigError(str(problem) for problem in problems or [broken]) from None
-    config, wrong = _validate(kind, layers, defaults)
-    wrong.extend(Refusal(key, message, (getattr(config, key),)) for key, message in unreadable.items())
+    layers.insert(1, Layer(Origin(provided.origin), dict(provided.values)))
+    config = _validate(kind, layers, problems, defaults)
     origins = {key: layer.origin for layer in layers for key in layer.values}
-    config = config.with_origins({key: origins[key] for key in keys_of(kind)})
-    return Reading(config, tuple(problems), tuple(wrong), provided.field_names if provided else {})
+    return Reading(config.with_origins({key: origins[key] for key in keys_of(kind)}), tuple(problems), provided)
 
 
 def _kind_of(files: Iterable[Layer]) -> type[Config]:
-    """The kind of run that one of the files selects.
-
-    Raises:
-      NotInstalled: it is absent.
-    """
+    """The kind of run that one of the files selects."""
     for layer in files:
         if layer.shipped in names("run"):
             return load("run", layer.shipped)
@@ -360,14 +298,8 @@ def _kind_of(files: Iterable[Layer]) -> type[Config]:
 
 @functools.cache
 def defaults_of(kind: type[Config]) -> Config:
-    """The config of the `base_files` of a kind of run.
-
-    Raises:
-      KeyError: they lack a key.
-      ValidationError: a value is not of its key's type.
-    """
-    layers = [read_layer(packaged_directory("configs") / file, file, []) for file in kind.base_files]
-    values = _merged(layers)
+    """The config of the `base_files` of a kind of run."""
+    values = _merged(_read_layer(packaged_directory("configs") / file, file, []) for file in kind.base_files)
     return kind.model_validate({key: values[key] for key in keys_of(kind)})
 
 
@@ -375,25 +307,81 @@ def _merged(layers: Iterable[Layer]) -> dict[str, object]:
     return {key: value for layer in layers for key, value in layer.values.items()}
 
 
+def _override_layer(overrides: Iterable[str], problems: list[Refusal], defaults: Config) -> Layer:
+    """The values of the command line."""
+    values: dict[str, object] = {}
+    unreadable: dict[str, Refusal] = {}
+    words = list(overrides)
+    is_refused = False
+    for place, word in enumerate(words):
+        key, equals, text = word.partition("=")
+        was_refused, is_refused = is_refused, not (key and equals)
+        if was_refused and is_refused:
+            continue  # the value of the word before it, as in `steps 5`
+        if is_refused:
+            hint = override_hint(words[place:], known_keys())
+            message = f"'{value_text(word)}' (command line) is not of the form key=value.{hint}"
+            problems.append(Refusal("", message))
+            continue
+        values.pop(key, None)
+        unreadable.pop(key, None)
+        try:
+            values[key] = _override_value(key, text)
+        except ValueError as error:
+            if key in type(defaults).model_fields:
+                unreadable[key] = Refusal(key, f"{key}={value_text(text)} {error}.", (getattr(defaults, key),))
+            else:
+                values[key] = None  # the key itself is refused
+    problems += unreadable.values()
+    return Layer(Origin("command line"), values)
+
+
+def _override_value(key: str, text: str) -> object:
+    """The value of `key=text`: for a key that takes text the text itself, unless it is quoted, null or a list."""
+    is_text = _takes_text(key) and not text.startswith(("'", '"')) and text not in ("~", "null")
+    if is_text and not (_may_list_sources(key) and text.lstrip("[ ").startswith("{")):
+        return text
+    return _plain_value(key, parse_value(text))
+
+
+def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
+    """Removes the keys that a kind of config does not have, and refuses them."""
+    known = kind.model_fields
+    unknown = [key for key in layer.values if key not in known]
+    for key in unknown:
+        del layer.values[key]
+    for other in load_installed("run") if unknown else ():
+        theirs = [key for key in unknown if key in other.model_fields]
+        if theirs:
+            unknown = [key for key in unknown if key not in theirs]
+            named, file = ", ".join(theirs[:_MOST_NAMED]), f"configs/{other.base_files[-1]}"
+            message = f"unknown here: {named} ({layer.origin}). Give {file}, which has it, or a file whose base it is."
+            problems.append(Refusal("", message))
+    for key in unknown[:_MOST_NAMED]:
+        problems.append(Refusal("", f"unknown key '{value_text(key)}' ({layer.origin}).{key_hint(key, known)}"))
+    if len(unknown) > _MOST_NAMED:
+        problems.append(Refusal("", f"{layer.origin} has {len(unknown) - _MOST_NAMED:,} more unknown keys."))
+
+
 def _refuse_unused_keys(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> None:
     """Refuses values other than those of base.yml for keys that this kind of run does not use."""
     root, *others = layers
     for layer in others:
         for key, why in kind.unused_keys.items():
-            if key in layer.values and key in root.values and layer.values[key] != root.values[key]:
+            if layer.values.get(key, root.values.get(key)) != root.values.get(key):
                 value = value_text(layer.values.pop(key))
                 reason = f"has no effect in {kind.run_kind.upper()}, {why}. Remove it."
-                _refuse(problems, f"{key}={value} ({layer.origin}) {reason}")
+                problems.append(Refusal("", f"{key}={value} ({layer.origin}) {reason}"))
 
 
 def _spell_out_auto(layers: Sequence[Layer]) -> None:
     """Replaces per_device_batch_size=auto by -1, and so gradient_accumulation_steps where it is not stated."""
-    values = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), None)
-    if values is None or values[_PER_DEVICE] != "auto":
+    stating = [layer.values for layer in layers if "per_device_batch_size" in layer.values]
+    if not stating or stating[-1]["per_device_batch_size"] != "auto":
         return
-    values[_PER_DEVICE] = -1
-    if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
-        values[_ACCUMULATION] = -1
+    stating[-1]["per_device_batch_size"] = -1
+    if not any("gradient_accumulation_steps" in layer.values for layer in layers[1:]):
+        stating[-1]["gradient_accumulation_steps"] = -1
 
 
 def _end_as_stated_last(layers: Sequence[Layer]) -> None:
@@ -409,82 +397,7 @@ def _end_as_stated_last(layers: Sequence[Layer]) -> None:
         layer.values.pop("last_batch", None)
 
 
-def _override_layer(
-    overrides: Iterable[str], problems: list[Refusal], kind: type[Config]
-) -> tuple[Layer, dict[str, str]]:
-    """The values of the command line, and a message for each key whose value is not YAML."""
-    values: dict[str, object] = {}
-    unreadable: dict[str, str] = {}
-    waiting = list(overrides)
-    while waiting:
-        override = waiting[0]
-        key, equals, text = override.partition("=")
-        if not equals:
-            meant = parse_loose_override(waiting, known_keys())
-            hint = f" Did you mean '{value_text(meant[0])}'?" if meant else ""
-            _refuse(problems, f"'{value_text(override)}' (command line) is not of the form key=value.{hint}")
-            del waiting[: meant[1] if meant else 1]
-            continue
-        del waiting[0]
-        if key == "base":
-            _refuse(problems, "base is a line of a config file, not a key of the command line. Name the file first.")
-            continue
-        values.pop(key, None)
-        unreadable.pop(key, None)
-        try:
-            values[key] = _override_value(key, text)
-        except ValueError as error:
-            if key in kind.model_fields:
-                unreadable[key] = f"{key}={value_text(text)} {error}."
-            else:
-                values[key] = None  # the key itself is refused
-    return Layer(Origin("command line"), values), unreadable
-
-
-def _override_value(key: str, text: str) -> object:
-    """The value of `key=text`: *.txt, [ab].txt and `x #1.txt` are text, of which YAML makes something else.
-
-    A list of sources begins with [{ or {; `x: y.txt` is a path, though YAML reads a mapping.
-    """
-    if not takes_text(key):
-        return plain_value(key, parse_value(text))
-    lists_sources = may_list_sources(key) and text.lstrip().startswith(("[", "{"))
-    try:
-        value = parse_value(text)
-    except ValueError:
-        if lists_sources and text.lstrip().startswith("[{"):
-            raise
-        return text
-    if is_one_scalar(text) or (lists_sources and is_source_list(value.value)):
-        return plain_value(key, value)
-    return text
-
-
-def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
-    """Removes the keys that a kind of config does not have, and refuses them."""
-    known = kind.model_fields
-    unknown = [key for key in layer.values if key not in known]
-    if not unknown:
-        return
-    for key in unknown:
-        del layer.values[key]
-    for other in load_installed("run"):
-        theirs = [key for key in unknown if key in other.model_fields]
-        if theirs:
-            named = ", ".join(theirs[:_MOST_NAMED])
-            file = f"configs/{other.base_files[-1]}"
-            message = f"unknown here: {named} ({layer.origin}). Give {file}, which has it, or a file whose base it is."
-            _refuse(problems, message)
-            unknown = [key for key in unknown if key not in theirs]
-    problems += [
-        Refusal("", f"unknown key '{value_text(key)}' ({layer.origin}).{key_hint(key, known)}")
-        for key in unknown[:_MOST_NAMED]
-    ]
-    if len(unknown) > _MOST_NAMED:
-        _refuse(problems, f"{layer.origin} has {len(unknown) - _MOST_NAMED:,} more unknown keys.")
-
-
-def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> list[Layer]:
+def _model_layers(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> list[Layer]:
     """The layer of configs/models/NAME.yml, for the model_name that wins.
 
     None for `default`, and none where a file with this model_name has every key, as the config.yml of a run does.
@@ -495,18 +408,19 @@ def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Co
         return []  # a wrong name is refused as a value
     if any(layer.values["model_name"] == name and layer.values.keys() >= {*keys_of(kind)} for layer in naming):
         return []
-    shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
-    path = None
-    if re.fullmatch(r"[\w][\w.-]*", name):
-        file = f"configs/{_MODELS}{name}.yml"
-        path = packaged_file("configs", file) or find_config(file)
+    file = f"configs/{_MODELS}{name}.yml"
+    path = (packaged_file("configs", file) or _find_config(file, None)) if "/" not in name else None
     if path is None:
-        _refuse(problems, missing_model(name, shipped))
+        shipped = [Path(each).stem for each in _shipped_configs() if each.startswith(_MODELS)]
+        hint = did_you_mean(name, [*shipped, "default"])
+        message = f"model_name={value_text(name)} has no file in configs/models/; model_name=default needs none.{hint}"
+        problems.append(Refusal("", message))
         return []
-    model = read_layer(path, f"configs/models/{name}.yml", problems)
+    model = _read_layer(path, file, problems)
     _drop_unknown_keys(model, problems)
     if model.values.pop("model_name", None) is not None:
-        _refuse(problems, f"model_name is in {model.origin}, the file that it names. Remove the line.")
+        message = f"model_name is in {model.origin}, the file that it names. Remove the line."
+        problems.append(Refusal("", message))
     _refuse_stale_architecture(naming, layers[0], model, problems)
     return [model]
 
@@ -519,57 +433,60 @@ def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Laye
         other = layer.values["model_name"]
         if layer is root or other == name:
             continue
-        for key in ModelConfig.model_fields:
-            if key not in layer.values or key not in model.values or key in winner.values:
-                continue
+        stated = layer.values.keys() & model.values.keys() & ModelConfig.model_fields.keys()
+        for key in sorted(stated - winner.values.keys()):
             stale, new = layer.values[key], model.values[key]
             if stale != new:
-                _refuse(
-                    problems,
-                    f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={value_text(other)} there, "
-                    f"but model_name={value_text(name)} ({winner.origin}) has {value_text(new)}. Remove it there, or "
-                    f"state {key}= ({winner.origin}).",
+                message = (
+                    f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={value_text(other)} there, but "
+                    f"model_name={value_text(name)} has {value_text(new)}. Remove it, or state {key}= "
+                    f"({winner.origin})."
                 )
+                problems.append(Refusal("", message))
 
 
-def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided | None:
+def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided:
     """What the directory of load_parameters_path says about the config, if any."""
     root, *stating = layers
+    nothing = Provided("", {})
     path = str(_merged(layers).get("load_parameters_path") or "")
     if not path or path_problem(path, of_run=True):
-        return None  # a wrong path is refused as a value
+        return nothing  # a wrong path is refused as a value
     stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
     for provide in load_installed("config_provider"):
         provided = provide(path, stated, root.values["max_target_length"])
         if provided is not None:
-            problems.extend(provided.refusals)
+            problems += provided.refusals
             return provided
     place = user_path(path)
-    is_ours = is_there(place / RUN_FILE) or is_there(place / "checkpoints")
-    if installed_names("config_provider") != names("config_provider") and is_there(place) and not is_ours:
-        raise NotInstalled(f"load_parameters_path={path}: what reads it is not installed (maxtext_lite.hf).")
-    is_missing = not path_problem(path) and not is_there(place)
-    if is_missing and not any(key in ModelConfig.model_fields for key in stated):
-        problems.append(missing_parameters(path))
-    return None
+    if is_bucket(path) or is_there(place / RUN_FILE) or is_there(place / "checkpoints"):
+        return nothing
+    if is_there(place):
+        if installed_names("config_provider") != names("config_provider"):
+            raise NotInstalled(f"load_parameters_path={path}: what reads it is not installed (maxtext_lite.hf).")
+    elif not ModelConfig.model_fields.keys() & stated.keys():
+        beside = [each.name for each in place.parent.glob("*") if each.is_dir()]
+        message = (
+            f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}, and no key "
+            f"says what the model is.{hub_hint(path) or did_you_mean(place.name, beside)}"
+        )
+        problems.append(Refusal("load_parameters_path", message))
+    return nothing
 
 
-def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:
-    """The config of the layers, with the defaults in place of wrong values, and the wrong values."""
+def _validate(kind: type[Config], layers: Sequence[Layer], problems: list[Refusal], defaults: Config) -> Config:
+    """The config of the layers, with the defaults in place of wrong values, which it refuses."""
     values = _merged(layers)
     try:
-        return kind.model_validate(values), []
+        return kind.model_validate(values)
     except ValidationError as error:
         details = {str(detail["loc"][0]): detail for detail in error.errors()}
-    legal = {key: value for key, value in values.items() if key not in details}
     usual = {key: getattr(defaults, key) for key in details}
-    wrong: list[Refusal] = []
     for key in keys_of(kind):
         if key in details:
             refusal = wrong_value(kind, details[key], key)
-            right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in refusal.nearest]
-            wrong.append(replace(refusal, nearest=(*right, usual[key])))
-    return kind.model_validate({**legal, **usual}), wrong
+            problems.append(replace(refusal, nearest=refusal.nearest or (usual[key],)))
+    return kind.model_validate({**values, **usual})
 
 
 # ---- The config of a run that has begun -----------------------------------------------------------------------------

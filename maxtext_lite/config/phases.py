@@ -21,10 +21,6 @@ class Observer:
     def advance(self) -> None:
         """Called at places that all processes of a run pass in the same order."""
 
-    def seconds_to_join(self, seconds: float) -> float:
-        """How long to wait for the other processes of a run at its start, at most `seconds`."""
-        return seconds
-
     def before_joining(self, process: int) -> Mapping[str, Any]:
         """Called before the processes of a run join; returns arguments for `jax.distributed.initialize`."""
         del process

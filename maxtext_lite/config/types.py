@@ -28,11 +28,11 @@ from maxtext_lite.config.registry import installed_names, names
 
 _LARGEST_EXACT = 10**12
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
-_LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
 
 _RUN_SCHEMES = ("gs",)  # of buckets where run directories can be
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
+_LOGIN = re.compile(r"\w+://[^/]*:[^/]*@")
 
 
 def _text(*, empty_allowed: bool, also: str = "") -> Callable[[object], object]:
@@ -48,50 +48,25 @@ def _text(*, empty_allowed: bool, also: str = "") -> Callable[[object], object]:
     return check
 
 
-def refuse_url(text: str, schemes: Sequence[str]) -> None:
-    """Refuses text that begins with a scheme, as in gs://bucket/runs, or in gs:/bucket, to which pathlib changes it.
-
-    A local directory whose name ends with a colon can be written ./gs:/bucket.
-
-    Args:
-      schemes: of buckets that are allowed, such as gs.
-    Raises:
-      WrongType: the message lacks the key's name.
-    """
-    found = _URL.match(text)
-    if found and not (bucket_scheme(text) in schemes and found[2][2:].strip("/")):
-        scheme, rest = found[1], found[2].removeprefix("//")
-        nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
-        known = "".join(f" and {scheme}://" for scheme in schemes)
-        raise WrongType(f"is a URL ({scheme}:), and only local paths{known} are read and written.", nearest)
-
-
-_LOGIN = re.compile(r"\w+://[^/]*:[^/]*@")
-
-
 def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
-    """Printable text that can be a path: of a local file, of several by wildcards, or in a bucket of these schemes."""
-    text = _text(empty_allowed=empty_allowed)
+    """A path of a local file, of several by wildcards, or in a bucket of these schemes.
+
+    gs:/bucket, to which pathlib changes gs://bucket, is refused; a local directory with this name is ./gs:/bucket.
+    """
+    check_text = _text(empty_allowed=empty_allowed)
 
     def check(value: object) -> object:
-        checked = text(value)
-        refuse_url(str(checked), schemes)
-        if _LOGIN.match(str(checked)):
-            raise WrongType("has a name or password, which belong in the environment or with the machine's account.")
-        longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
-        if longest > _LONGEST_NAME:
-            raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
-        return checked
+        text = str(check_text(value))
+        found = _URL.match(text)
+        if found and not (bucket_scheme(text) in schemes and found[2][2:].strip("/")):
+            known = "".join(f" and {scheme}://" for scheme in schemes)
+            nearest = [found[2].removeprefix("//")] if found[1].lower() == "file" else []
+            raise WrongType(f"is a URL ({found[1]}:), and only local paths{known} are read and written.", nearest)
+        if _LOGIN.match(text):
+            raise WrongType("has a name or password, which belong in the environment.")
+        return value
 
     return check
-
-
-def _run_directory(value: object) -> object:
-    """A path where Orbax can write checkpoints."""
-    found = _URL.match(value) if isinstance(value, str) else None
-    if found and found[1].lower() not in (*_RUN_SCHEMES, "file"):
-        raise WrongType("is where Orbax cannot write checkpoints; a local path and gs://bucket/prefix work.")
-    return _path(empty_allowed=False, schemes=_RUN_SCHEMES)(value)
 
 
 def path_problem(text: str, *, of_run: bool = False) -> str | None:
@@ -224,7 +199,7 @@ DataPath = Annotated[str, BeforeValidator(data_path_text)]
 """A path, local or in a bucket, or ""."""
 DataPathName = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_DATA_SCHEMES))]
 """A path that is not empty, local or in a bucket."""
-RunsPath = Annotated[str, BeforeValidator(_run_directory)]
+RunsPath = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_RUN_SCHEMES))]
 """A path that is not empty, for run directories: local or gs://."""
 ParametersPath = Annotated[str, BeforeValidator(_path(empty_allowed=True, schemes=_RUN_SCHEMES))]
 """A path, local or gs://, or ""."""
@@ -303,6 +278,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=[30])]
 """A time above 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number in [0, 1]."""
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1, examples=[0.5])]
+"""A number in [0, 1)."""
 PositiveShare = Annotated[float, Field(gt=0, le=1, examples=[1])]
 """A number in (0, 1]."""
 Decay = Annotated[float, Field(ge=0, lt=1, examples=[0.9])]

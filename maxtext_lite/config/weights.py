@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, mixer_of
+from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, listed, mixer_of
 from maxtext_lite.config.registry import load
 
 MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
@@ -524,3 +524,29 @@ def within(name: str, table: WeightTable) -> WeightTable:
 def part_of(table: WeightTable, name: str) -> WeightTable:
     """The part of a table below a name, which may be {}."""
     return {path.removeprefix(f"{name}/"): each for path, each in table.items() if path.startswith(f"{name}/")}
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+
+ALL_TARGETS = "all"
+"""The value of lora_targets that names every weight with a name."""
+
+
+def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the weights that may have adapters: every matrix of the layers except routers and shared experts' gates.
+
+    A weight's path in the parameters ends in its name, which experts, shared experts and dense layers have in common.
+    """
+    names: list[str] = []
+    for stack, (_, table) in stacks_of(model_shape(config)).items():
+        if stack:
+            names += [path.rpartition("/")[2] for path, weight in table.items() if weight.is_normal]
+    return tuple(name for name in dict.fromkeys(names) if name not in ("router", "shared_gate"))
+
+
+def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the weights that have adapters, in the model's order; none without LoRA."""
+    if config.lora_rank == 0:
+        return ()
+    named = listed(config.lora_targets)
+    return tuple(name for name in adaptable_weights(config) if named == (ALL_TARGETS,) or name in named)

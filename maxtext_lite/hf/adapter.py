@@ -5,48 +5,113 @@ unchanged, is refused by name.
 Source: https://huggingface.co/docs/peft/package_reference/lora
 """
 
-import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
+from maxtext_lite.hf.names import TABLES
+from maxtext_lite.hf.safetensors import check_format
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The two files of an adapter."""
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 SIDE_BY_SIDE = "lora_targets"
 """The entry of the weights' metadata with which an export names the weights that have adapters of their own.
 
 Those of one module then are side by side: the first columns of its B are for the first of them alone.
 """
 
-_LARGEST_ALPHA = 1e30  # of the key lora_alpha
 _PICKLED = "adapter_model.bin"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
 _MERGE = "Nearest that works: merge_and_unload of peft, and save that."
 _COMPILED = "_orig_mod."
-_KNOWN = (
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
-    "lora_dropout", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
+    "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
-_KEEP_THE_MODEL = ("true", "false", "gaussian", "eva", "orthogonal")
-# Initial values that leave the base model unchanged: for pissa, olora and others peft subtracts them from its weights.
-_MODULES = {
-    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "qkv_proj": "query,key,value",
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate,up",
-    "q_a_proj": "query_down", "q_b_proj": "query_up", "kv_a_proj_with_mqa": "kv_down", "kv_b_proj": "key_up,value_up",
-    "c_attn": "query,key,value", "attn.c_proj": "out", "c_fc": "up", "mlp.c_proj": "down", "fc1": "up", "fc2": "down",
-    "query_key_value": "query,key,value", "self_attn.dense": "out", "attention.dense": "out", "dense_h_to_4h": "up",
-    "dense_4h_to_h": "down",
-}  # fmt: skip
+
+
+def _modules_of_layers() -> dict[str, tuple[str, ...]]:
+    """The modules with a matrix in a layer of any family, each with the weights in it, in our names."""
+    modules: dict[str, tuple[str, ...]] = {}
+    for table in TABLES.values():
+        for line in table.layer:
+            module, is_weight, _ = line.theirs.partition("{layer}.")[2].partition(".weight")
+            weights = tuple(path.rpartition("/")[2] for path in line.ours)
+            if is_weight and weights[0] not in ("scale", "router", "shared_gate"):
+                modules[module] = weights
+    return modules
+
+
+_MODULES = _modules_of_layers()
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"it is no regular expression ({error})") from None
+    return text
+
+
+_Pattern = Annotated[str, AfterValidator(_check_pattern)]
+_Rank = Annotated[int, Field(ge=1, lt=2**31)]
+_Alpha = Annotated[float, Field(gt=0, lt=1e30)]
+
+
+class LoraFields(BaseModel, strict=True, extra="allow", frozen=True):
+    """The fields of an adapter_config.json that change numbers, with PEFT's defaults.
+
+    Of the ways to initialize, the base model is left unchanged by these; for pissa, olora and others peft subtracts the
+    initial values from its weights.
+    """
+
+    peft_type: Literal["LORA"]
+    r: _Rank = 8
+    lora_alpha: _Alpha = 8
+    use_rslora: bool = False
+    init_lora_weights: Literal[True, False, "true", "false", "gaussian", "eva", "orthogonal"] = True
+    rank_pattern: dict[_Pattern, _Rank] = {}
+    alpha_pattern: dict[_Pattern, _Alpha] = {}
+    target_modules: list[str] | _Pattern = []
+    exclude_modules: list[str] | _Pattern = []
+    layers_to_transform: list[int] | int = []
+    layers_pattern: list[str] | _Pattern = []
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """The factor of a product of matrices of this rank."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def leaves_out(self, module: str) -> str:
+        """The field by which PEFT gives a module no adapter; "" if it gives it one."""
+        if self.exclude_modules and _is_among(module, self.exclude_modules):
+            return "exclude_modules"
+        if self.target_modules != "all-linear" and not _is_among(module, self.target_modules):
+            return "target_modules"
+        layers = [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else self.layers_to_transform
+        if not layers or isinstance(self.target_modules, str) or module in self.target_modules:
+            return ""
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        for pattern in patterns or [r"[^.]*"]:
+            found = re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module)
+            if found:
+                return "" if int(found[1]) in layers else "layers_to_transform"
+        return "layers_to_transform"
+
+
+def _is_among(module: str, names: list[str] | str) -> bool:
+    """Whether a pattern is that of a module, or one of these names its own or the end of it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 class ModuleRank(NamedTuple):
@@ -75,7 +140,7 @@ class Adapter(NamedTuple):
       alpha: a product is multiplied by alpha / rank, after `use_rslora` is taken into account.
       targets: the weights that it adapts, in the names of `lora_targets`.
       ranks: of the modules that its file has matrices for, by their names from the model's root.
-      fields: its adapter_config.json, without nulls.
+      fields: its adapter_config.json.
     """
 
     directory: Path
@@ -84,33 +149,12 @@ class Adapter(NamedTuple):
     alpha: float
     targets: str
     ranks: dict[str, ModuleRank]
-    fields: dict[str, Any]
+    fields: LoraFields
 
     @property
     def keys(self) -> dict[str, Any]:
         """The LoRA keys that it decides."""
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": self.targets}
-
-    def as_stated(self, lora_rank: object) -> "Adapter":
-        """The adapter with this rank, if its file may have those of the weights of each module side by side.
-
-        Exports once did not say so in the metadata, and runs state the rank of one.
-        """
-        rank = self.fields.get("r", 8)
-        if (
-            lora_rank != rank
-            or lora_rank == self.rank
-            or any(
-                each.own % rank or each.own // rank > len(each.targets) or each.factor != 1
-                for each in self.ranks.values()
-            )
-        ):
-            return self
-        return self._replace(rank=rank, alpha=_alpha(self.fields))
-
-    def adapts(self, module: str) -> bool:
-        """Whether the file must have matrices for a module, by PEFT's rules."""
-        return not _left_out(module, self.fields)
 
 
 def adapter_of(path: str | Path) -> Adapter | None:
@@ -126,34 +170,26 @@ def adapter_of(path: str | Path) -> Adapter | None:
     if CONFIG not in there:
         raise UserError(f"{root}: {there[0]} belongs to an adapter in PEFT's layout, whose {CONFIG} is not there.")
     if WEIGHTS not in there:
-        pickled = f" {_PICKLED} is pickled: reading it can run whatever code its author put there." * (len(there) > 1)
+        pickled = f" {_PICKLED} is pickled, and could run any code." if _PICKLED in there else ""
         raise UserError(f"{root} is an adapter in PEFT's layout without {WEIGHTS}.{pickled}")
-    fields = {name: value for name, value in read_object(root / CONFIG).items() if value is not None}
-    problems = _problems(fields)
-    base = _base(root, fields, problems)
-    if problems:
-        raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
-    modules, stated_targets = _modules(root / WEIGHTS)
-    unknown = [module for module in modules if not _targets(module)]
-    if unknown:
-        problems.append(
-            f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters. {_MERGE}"
-        )
-    for module in () if unknown else modules:
-        if field := _left_out(module, fields):
-            how = "does not name" if field == "target_modules" else "leaves out"
-            problems.append(
-                f"{field}={value_text(fields.get(field))} {how} {value_text(module)}, which {WEIGHTS} has matrices for."
-            )
-            break
-    if problems:
-        raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
-    ranks = {module: _rank_of(module, fields, stated_targets) for module in modules}
-    names = {target for each in ranks.values() for target in each.targets}
-    rank, stated = max(each.own for each in ranks.values()), int(fields.get("r", 8))
-    scaled = _alpha(fields)
-    alpha = scaled if rank == stated else scaled * rank / stated
-    return Adapter(root, base, rank, alpha, ",".join(sorted(names)), ranks, fields)
+    stated = {name: value for name, value in read_object(root / CONFIG).items() if value is not None}
+    fields = _checked(root, stated)
+    base = _base(root, stated)
+    modules, side_by_side = _modules(root / WEIGHTS)
+    for module in modules:
+        if not _targets(module):
+            why = f"target_modules has {value_text(module)}, which is no weight of layers that has adapters. {_MERGE}"
+            raise UserError(f"{root / CONFIG}: {why}")
+        if field := fields.leaves_out(module):
+            why = f"leaves out {value_text(module)}, which {WEIGHTS} has matrices for."
+            raise UserError(f"{root / CONFIG}: {field}={value_text(stated.get(field))} {why}")
+    ranks = {module: _rank_of(module, fields, side_by_side) for module in modules}
+    targets = {target for each in ranks.values() for target in each.targets}
+    rank = max(each.own for each in ranks.values())
+    alpha = fields.lora_alpha * (math.sqrt(fields.r) if fields.use_rslora else 1.0)
+    if rank != fields.r:
+        alpha = alpha * rank / fields.r
+    return Adapter(root, base, rank, alpha, ",".join(sorted(targets)), ranks, fields)
 
 
 def missing_base(path: str | Path) -> str | None:
@@ -165,96 +201,54 @@ def missing_base(path: str | Path) -> str | None:
     return None if _base_directory(root, name) else str(name or "")
 
 
-def _alpha(fields: dict[str, Any]) -> float:
-    """The lora_alpha of r, after `use_rslora` is taken into account."""
-    return float(fields.get("lora_alpha", 8)) * (math.sqrt(int(fields.get("r", 8))) if fields.get("use_rslora") else 1)
+def _checked(root: Path, stated: dict[str, Any]) -> LoraFields:
+    """The fields of an adapter_config.json.
+
+    Raises:
+      UserError: a field is wrong, or cannot be expressed.
+    """
+    problems: dict[str, str] = {}
+    try:
+        fields = LoraFields.model_validate(stated)
+        for name, value in (fields.model_extra or {}).items():
+            is_off = value is False or value in ([], {}, "", "none")
+            if name not in _WITHOUT_EFFECT and not is_off:
+                problems[name] = f"cannot be expressed. {_MERGE}"
+    except ValidationError as error:
+        fields = None
+        problems = {str(detail["loc"][0]): f"is not read: {detail['msg']}." for detail in error.errors()}
+    if fields is None or problems:
+        where = root / CONFIG
+        raise UserError([f"{where}: {name}={value_text(stated.get(name))} {why}" for name, why in problems.items()])
+    return fields
 
 
-def _rank_of(module: str, fields: dict[str, Any], side_by_side: Sequence[str]) -> ModuleRank:
-    rank, alpha = int(fields.get("r", 8)), float(fields.get("lora_alpha", 8))
-    whole = int(_matched(module, fields.get("rank_pattern", {}), rank))
-    own_alpha = _matched(module, fields.get("alpha_pattern", {}), alpha)
-    scale, usual = (
-        a / (math.sqrt(r) if fields.get("use_rslora") else r) for a, r in ((own_alpha, whole), (alpha, rank))
-    )
-    targets = tuple(_targets(module).split(","))
+def _rank_of(module: str, fields: LoraFields, side_by_side: list[str]) -> ModuleRank:
+    rank = _matched(module, fields.rank_pattern, fields.r)
+    alpha = _matched(module, fields.alpha_pattern, fields.lora_alpha)
+    factor = fields.scale(rank, alpha) / fields.scale(fields.r, fields.lora_alpha)
+    targets = _targets(module)
     own = tuple(target for target in targets if target in side_by_side)
-    if own and whole % len(own) == 0:
-        return ModuleRank(own, whole, whole // len(own), scale / usual)
-    return ModuleRank(targets, whole, whole, scale / usual)
+    if own and rank % len(own) == 0:
+        return ModuleRank(own, rank, rank // len(own), factor)
+    return ModuleRank(targets, rank, rank, factor)
 
 
-def _matched(module: str, patterns: dict[str, Any], usual: float) -> float:
+def _matched(module: str, patterns: Mapping[str, Any], usual: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name."""
     return next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module)), usual)
 
 
-def _problems(fields: dict[str, Any]) -> list[str]:
-    """The fields of an adapter_config.json that are wrong or cannot be expressed, each in a sentence."""
-    problems: list[str] = []
-
-    def refuse(name: str, why: str) -> None:
-        problems.append(f"{name}={value_text(fields.get(name))} {why}")
-
-    if fields.get("peft_type") != "LORA":
-        refuse("peft_type", "is not read: it must be LORA.")
-        return problems
-    for name, value in fields.items():
-        usual = value is False or value in ([], {}, "", "none")
-        if name not in _KNOWN and not usual:
-            refuse(name, f"cannot be expressed. {_MERGE}")
-    rank = fields.get("r", 8)
-    if type(rank) is not int or not 1 <= rank < 2**31:
-        refuse("r", "is not an integer of at least 1.")
-        return problems
-    alpha = fields.get("lora_alpha", 8)
-    if type(alpha) not in (int, float) or not 0 < alpha < _LARGEST_ALPHA:
-        refuse("lora_alpha", "is not a number above 0.")
-        return problems
-    if not isinstance(fields.get("use_rslora", False), bool):
-        refuse("use_rslora", "is not true or false.")
-    if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
-        refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
-    for name, kinds, above in (("rank_pattern", (int,), 2**31), ("alpha_pattern", (int, float), _LARGEST_ALPHA)):
-        patterns = fields.get(name, {})
-        if not isinstance(patterns, dict) or not all(
-            _is_pattern(end) and type(each) in kinds and 0 < each < above
-            for end, each in cast("dict[str, Any]", patterns).items()
-        ):
-            what = "numbers above 0" if float in kinds else "integers of at least 1"
-            refuse(name, f"is not an object of {what} by module.")
-    for name in ("exclude_modules", "layers_pattern"):
-        names = fields.get(name, [])
-        if not (isinstance(names, str) and _is_pattern(names)) and not _all_are(names, str):
-            refuse(name, "is not a list of names or a pattern.")
-    if type(fields.get("layers_to_transform", 0)) is not int and not _all_are(fields["layers_to_transform"], int):
-        refuse("layers_to_transform", "is not a list of layers' numbers.")
-    return problems
-
-
-def _all_are(values: object, kind: type) -> bool:
-    return isinstance(values, list) and all(type(each) is kind for each in cast("list[Any]", values))
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
-    name = fields.get("base_model_name_or_path")
-    if directory := _base_directory(root, name):
-        if is_there(directory / CONFIG):
-            problems.append(f"base_model_name_or_path={value_text(name)} is an adapter itself. Merge that one.")
-        return directory
-    problems.append(
-        f"base_model_name_or_path={value_text(name)} is not a directory here. Set it in that file to the Hugging Face "
-        f"directory of the model that the adapter belongs to.{hub_hint(str(name or ''))}"
-    )
-    return root
+def _base(root: Path, stated: dict[str, Any]) -> Path:
+    name = stated.get("base_model_name_or_path")
+    where = f"{root / CONFIG}: base_model_name_or_path={value_text(name)}"
+    directory = _base_directory(root, name)
+    if directory is None:
+        hint = hub_hint(str(name or ""))
+        raise UserError(f"{where} is not a directory here. Set it to the model that the adapter belongs to.{hint}")
+    if is_there(directory / CONFIG):
+        raise UserError(f"{where} is an adapter itself. Merge that one.")
+    return directory
 
 
 def _base_directory(root: Path, name: object) -> Path | None:
@@ -263,19 +257,10 @@ def _base_directory(root: Path, name: object) -> Path | None:
     return next((directory for directory in (user_path(name), root / name) if is_directory(directory)), None)
 
 
-def _modules(file: Path) -> tuple[tuple[str, ...], list[str]]:
+def _modules(file: Path) -> tuple[list[str], list[str]]:
     """The modules that a file has matrices for, sorted, and the weights that its metadata names."""
     check_file(file)
-    try:
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8)))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(error)}).") from None
-    names = dict(cast("dict[str, Any]", header))
-    about = names.pop("__metadata__", {})
-    targets = cast("dict[str, Any]", about).get(SIDE_BY_SIDE) if isinstance(about, dict) else None
+    names, metadata = check_format(file)
     if compiled := [name for name in names if _COMPILED in name]:
         raise UserError(
             f"{file} has {value_text(compiled[0])}, a name in a model that torch.compile wraps. Nearest that works: "
@@ -283,41 +268,13 @@ def _modules(file: Path) -> tuple[tuple[str, ...], list[str]]:
         )
     odd = [name for name in names if not (name.startswith(_PREFIX) and name.endswith(_SUFFIXES))]
     if odd or not names:
-        way_out = f" {_MERGE}" if odd else ""
         what = value_text(any_of(odd[:3]) or "no tensors")
-        raise UserError(f"{file} has {what}, where lora_A and lora_B are read.{way_out}")
-    modules = tuple(sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}))
-    return modules, targets.split(",") if isinstance(targets, str) else []
+        raise UserError(f"{file} has {what}, where lora_A and lora_B are read. {_MERGE}")
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
+    targets = metadata.get(SIDE_BY_SIDE)
+    return sorted(modules), targets.split(",") if targets else []
 
 
-def _targets(module: str) -> str:
-    """Our names of a module's weights; "" if it is unknown."""
-    parts = module.split(".")
-    return _MODULES.get(parts[-1]) or _MODULES.get(".".join(parts[-2:]), "")
-
-
-def _left_out(module: str, fields: dict[str, Any]) -> str:
-    """The field by which PEFT gives a module no adapter; "" if it gives it one."""
-    excluded = cast("str | list[Any]", fields.get("exclude_modules") or [])
-    if re.fullmatch(excluded, module) if isinstance(excluded, str) else _ends(module, excluded):
-        return "exclude_modules"
-    targets = fields.get("target_modules")
-    if isinstance(targets, str):
-        is_named = targets == "all-linear" or (_is_pattern(targets) and re.fullmatch(targets, module))
-        return "" if is_named else "target_modules"
-    names = cast("list[Any]", targets) if isinstance(targets, list) else []
-    if not _ends(module, names):
-        return "target_modules"
-    layers = fields.get("layers_to_transform", [])
-    if layers == [] or module in names:
-        return ""
-    patterns = cast("str | list[str]", fields.get("layers_pattern") or [])
-    for pattern in ([patterns] if isinstance(patterns, str) else patterns) or [r"[^.]*"]:
-        if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-            numbers = [layers] if isinstance(layers, int) else layers
-            return "" if int(found[1]) in numbers else "layers_to_transform"
-    return "layers_to_transform"
-
-
-def _ends(module: str, names: list[Any]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _targets(module: str) -> tuple[str, ...]:
+    """Our names of a module's weights; () if it is no matrix of a layer."""
+    return _MODULES.get(re.sub(r"^.*?\.\d+\.", "", module), ())

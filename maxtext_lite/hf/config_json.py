@@ -10,6 +10,7 @@ from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.keys import ModelConfig
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import (
+    WEIGHTS_FIELD,
     WITHOUT_EFFECT,
     Fields,
     JsonObject,
@@ -128,10 +129,6 @@ def check_quantization(fields: Fields) -> None:
         for detail in error.errors():
             name = ".".join(map(str, detail["loc"]))
             fields.refuse(where + name, detail["input"], f"is not read: {detail['msg']}.")
-
-
-WEIGHTS_FIELD = "transformers_weights"
-"""The field that names the file with the weights, or its index; transformers then reads no other."""
 
 
 def family_of(fields: JsonObject, where: str) -> str:

@@ -7,17 +7,15 @@ from pathlib import Path
 import jax
 
 from maxtext_lite.batching.topology import resolve_mesh
-from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config import Config, Refusal, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
-from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import MeshConfig
 from maxtext_lite.config.load import config_of_run
-from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files, tokenizer_file
+from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
-from maxtext_lite.hf.directory import TOKENIZER_KEYS, hf_directory, run_config_json, tokenizer_keys, tokenizer_values
+from maxtext_lite.hf.directory import hf_directory, run_config_json, tokenizer_keys, tokenizer_values
 from maxtext_lite.hf.fields import JsonObject
 from maxtext_lite.hf.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.hf.model_directory import hf_config
@@ -56,9 +54,7 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
         return _import_maxtext(items, out, overrides)
     stated = [word for word in overrides if word.partition("=")[0] not in CONVERSION_KEYS]
     if stated:
-        raise UserError(
-            f"{stated[0]} has no effect with {source}: it is for a checkpoint of MaxText, which has no config."
-        )
+        raise UserError(f"{stated[0]} has no effect with {source}: it is for a checkpoint of MaxText.")
     adapter = adapter_of(source)
     base = adapter.base if adapter else source
     config = hf_config(base, overrides)
@@ -87,10 +83,12 @@ def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
 
 def _write_config(out: Path, config: Config) -> None:
     """Writes config.yml as if `out` were a run's directory."""
-    tokenizer = {key: str(Path(value).absolute()) if key == "tokenizer_path" else value
-                 for key, value in tokenizer_keys(out / "hf").items()}  # fmt: skip
-    changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
-    changed["base_output_directory"] = str(out.parent)
+    changed = {
+        "load_parameters_path": "",
+        "run_name": out.name or "imported",
+        "base_output_directory": str(out.parent),
+        **tokenizer_keys(out.absolute() / "hf"),
+    }
     origins = dict(config.origins) | dict.fromkeys(changed, "convert import")
     out.mkdir(parents=True, exist_ok=True)
     write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
@@ -112,7 +110,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
     # The mesh is this machine's, not that of the training run.
     mesh = [f"{key}={-1 if key == 'ici_fsdp_parallelism' else 1}" for key in MESH_KEYS]
-    config, lost = _without_lost_files(config_of_run(source, [*mesh, *overrides]), overrides)
+    config = config_of_run(source, [*mesh, *overrides])
     if merge_lora is not None and not config.lora_rank:
         merge = f"merge_lora={str(merge_lora).lower()}"
         raise UserError(f"{merge} has no effect with {source}, whose lora_rank is 0. Remove it.")
@@ -126,12 +124,12 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     )
     abstract = _abstract_params(config)
     if config.lora_rank and not merge_lora:
-        return _export_adapters(source, out, abstract, fields, config) + lost
+        return _export_adapters(source, out, abstract, fields, config)
     params = load_parameters(source, abstract, "RUN_DIR")
     # Before the weights, which take time: what cannot be read is refused.
     on_first_host(out, lambda: carry_tokens(config, source, out))
     export_model(out, params, fields, dtype=dtype)
-    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {dtype}{why}{lost}"
+    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {dtype}{why}"
 
 
 def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tuple[str, str]:
@@ -146,28 +144,9 @@ def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tup
     return stored, f", that of the model it came from (weight_dtype={trained} keeps the run's)"
 
 
-def _without_lost_files(config: Config, overrides: Sequence[str]) -> tuple[Config, str]:
-    """The config of a run without the tokenizer or template that is gone, as older runs have no copy; and a note.
-
-    A file that an override names stays, to be refused.
-    """
-    stated, note = {word.partition("=")[0] for word in overrides}, ""
-    no_tokenizer = config.tokenizer_type != "byte" and tokenizer_file(config) is None
-    no_template = config.chat_template != "" and not is_there(user_path(config.chat_template))
-    for key, is_lost, keys in (
-        ("tokenizer_path", no_tokenizer, TOKENIZER_KEYS),
-        ("chat_template", no_template, ("chat_template",)),
-    ):
-        if is_lost and stated.isdisjoint(keys):
-            note += (
-                f"\n{key}={value_text(getattr(config, key))} of the run is gone, and is left out: name it with {key}="
-            )
-            config = config.model_copy(update={key: ""})
-    return config, note
-
-
 def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config) -> str:
-    kind, keys = fields["model_type"], model_keys(fields, "config.json")
+    kind = fields["model_type"]
+    keys = model_keys(fields, "config.json")
     mesh = jax.tree.leaves(abstract)[0].sharding.mesh
     found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
     if found is None:
@@ -207,7 +186,7 @@ def _abstract_params(config: Config) -> Params:
     """
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
-    if isinstance(sizes, Violation):
+    if isinstance(sizes, Refusal):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
     uneven = f"the mesh of {mesh.size} devices. Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."

@@ -9,14 +9,12 @@ Source: Rouhani et al. 2023, arXiv:2310.10537 (MXFP4); DeepSeek-AI 2024, arXiv:2
 float8); Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4).
 """
 
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
@@ -36,8 +34,7 @@ _OF_ACTIVATIONS = (
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Packed:
+class _Packed(NamedTuple):
     """A plain tensor made of several stored ones.
 
     Attributes:
@@ -50,7 +47,7 @@ class _Packed:
     piece: Callable[[Box], np.ndarray]
 
 
-def _turned(packed: _Packed) -> _Packed:
+def _transposed(packed: _Packed) -> _Packed:
     return _Packed(packed.like, packed.shape[::-1], lambda box: packed.piece(box[::-1]).T)
 
 
@@ -78,30 +75,32 @@ class DequantizedDir(SafetensorsDir):
 
     def __init__(self, directory: Path, fields: JsonObject) -> None:
         super().__init__(directory)
-        self._quantization = quantization_of(fields)
-        method = self._quantization["quant_method"]
-        stored = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}[stored_dtype(fields)]
-        self._where = f"{directory / 'config.json'}: {FIELD} ({method})"
+        quantization = quantization_of(fields)
+        self._method: str = quantization["quant_method"]
+        self._groups = weight_groups(quantization)
+        self._blocks = [group.block_structure for group in self._groups if group.block_structure]
+        if self._method == "fp8":
+            self._blocks = [quantization.get("weight_block_size") or [128, 128]]
+        self._where = f"{directory / 'config.json'}: {FIELD} ({self._method})"
         self._stored = dict(self.tensors)
         self._packed: dict[str, _Packed] = {}
-        read = {"mxfp4": self._mxfp4, "bitsandbytes": self._bitsandbytes}.get(method, self._scaled)
+        read = {"mxfp4": self._mxfp4, "bitsandbytes": self._bitsandbytes}.get(self._method, self._scaled)
         for name in self._stored:
             read(name)
-        if method == "bitsandbytes" and fields.get("model_type") in INPUTS_FIRST:  # turned before it is quantized
-            self._packed = {name: _turned(packed) for name, packed in self._packed.items()}
         if not self._packed:
             raise UserError(f"{self._where}: no tensor there is stored so. If none is quantized, remove {FIELD}.")
-        for name, packed in self._packed.items():
-            self.tensors[name] = Stored(packed.like.file, stored, packed.shape, 0)
+        if self._method == "bitsandbytes" and fields.get("model_type") in INPUTS_FIRST:
+            self._packed = {name: _transposed(packed) for name, packed in self._packed.items()}
+        dtype = stored_dtype(fields)
+        word = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}[dtype]
+        self.tensors |= {name: Stored(each.like.file, word, each.shape, 0) for name, each in self._packed.items()}
         left_out = [name for name in self.tensors if name.endswith(_OF_ACTIVATIONS)]
         for name in left_out:
             del self.tensors[name]
         scales = f"; {len(left_out)} scales of activations and caches are left out" if left_out else ""
-        dtype = DTYPES[stored]
         print(f"{self._where}: {len(self._packed)} weights are dequantized to {dtype}{scales}", file=sys.stderr)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """See SafetensorsDir."""
         super().rename(names)
         self._packed = {new: self._packed[name] for name, new in names.items() if name in self._packed}
 
@@ -120,7 +119,7 @@ class DequantizedDir(SafetensorsDir):
                 whole[piece] = packed.piece(piece)
         return whole
 
-    def _take(self, name: str, suffix: str) -> np.ndarray:
+    def _take(self, name: str, suffix: str = "") -> np.ndarray:
         """One of the stored tensors of a quantized one, which is then no tensor of its own."""
         if name + suffix not in self._stored:
             raise UserError(f"{self._where}: {value_text(name)} lacks {value_text(name + suffix)}.")
@@ -135,16 +134,14 @@ class DequantizedDir(SafetensorsDir):
         if not name.endswith("_blocks"):
             return
         base = name.removesuffix("_blocks")
-        blocks, scales = self._take(base, "_blocks"), self._take(base, "_scales")
-        if blocks.dtype != np.uint8 or scales.dtype != np.uint8 or blocks.shape != (*scales.shape[:3], 16):
-            raise self._refuse(name, f"is {list(blocks.shape)}, and its scales {list(scales.shape)}")
+        blocks = self._take(base, "_blocks")
+        scales = self._take(base, "_scales")
 
         def piece(box: Box) -> np.ndarray:
             experts, columns, rows = box
             groups = slice(columns.start // 32, -(-columns.stop // 32))
             values = _FP4[_nibbles(blocks[experts, rows, groups], low_first=True)]
-            powers = scales[experts, rows, groups, None].astype(np.int32) - 127
-            values = np.ldexp(values, powers)
+            values = np.ldexp(values, scales[experts, rows, groups, None].astype(np.int32) - 127)
             values = values.reshape(*values.shape[:2], -1).swapaxes(1, 2)
             start = groups.start * 32
             return values[:, columns.start - start : columns.stop - start]
@@ -154,133 +151,109 @@ class DequantizedDir(SafetensorsDir):
 
     def _scaled(self, name: str) -> None:
         """Matrices of float8 or integers with a scale for each block: fp8, fbgemm_fp8, compressed-tensors."""
-        method = self._quantization["quant_method"]
-        packed = name.endswith(".weight_packed") and method == "compressed-tensors"
-        base = name.removesuffix("_packed") if packed else name
-        scale_name = "_scale_inv" if method == "fp8" else "_scale"
-        if not packed and not (name.endswith(".weight") and name + scale_name in self._stored):
+        is_packed = name.endswith(".weight_packed")
+        suffix = "_scale_inv" if self._method == "fp8" else "_scale"
+        if not is_packed and not (name.endswith(".weight") and name + suffix in self._stored):
             return
-        scales = self._take(base, scale_name)
-        bits = self._take(base, "_packed" if packed else "")
-        kinds = (np.int8, np.int32) if method == "compressed-tensors" else ()
-        if bits.dtype.name not in ("float8_e4m3fn", "float8_e5m2", *(np.dtype(kind).name for kind in kinds)):
-            raise self._refuse(name, f"is in {bits.dtype}")
-        shape = self._shape(base) if packed else bits.shape
-        if len(shape) != 2 or not all(shape):
-            raise self._refuse(name, f"is {list(shape)}, where a quantized matrix has 2 dims")
-        width = self._bits_of(name, bits, shape) if packed else 8
-        zeros = self._zeros(name, base, width if packed else 0, shape, scales)
-        order = self._take(base, "_g_idx") if base + "_g_idx" in self._stored else None
-        scales = scales.reshape(scales.shape if scales.ndim == 2 else (-1, 1))
+        base = name.removesuffix("_packed")
+        scales = self._take(base, suffix)
+        numbers = self._take(name)
+        shape = numbers.shape
+        bits = 0
+        if is_packed:
+            shape = tuple(self._take(base, "_shape").tolist())
+            bits = self._bits_of(name, numbers.shape, shape)
+        if scales.ndim != 2:
+            scales = scales.reshape(-1, 1)
+        zeros = self._zeros(base, bits, shape, scales.shape)
         height, length = self._block(name, shape, scales.shape)
-        column_group = np.arange(shape[1]) // length if order is None or scales.shape[1] == 1 else order
-        if not (
-            column_group.shape == shape[1:]
-            and column_group.dtype.kind == "i"
-            and 0 <= column_group.min() <= column_group.max() < scales.shape[1]
-        ):
-            raise self._refuse(name, "has a g_idx of another shape or with groups that are not there")
+        group_of_column = np.arange(shape[1]) // length
+        if base + "_g_idx" in self._stored:
+            order = self._take(base, "_g_idx")
+            if order.shape != shape[1:] or not 0 <= order.min() <= order.max() < scales.shape[1]:
+                raise self._refuse(name, "has a g_idx of another shape or with groups that are not there")
+            group_of_column = order
 
         def piece(box: Box) -> np.ndarray:
             rows, columns = box
-            values = _unpacked(bits[rows], width, columns) if packed else _float32(bits[rows, columns])
-            at = np.ix_(np.arange(rows.start, rows.stop) // height, column_group[columns])
+            values = _unpacked(numbers[rows], bits, columns) if is_packed else _float32(numbers[rows, columns])
+            at = np.ix_(np.arange(rows.start, rows.stop) // height, group_of_column[columns])
             if zeros is not None:
                 values = values - zeros[at]
-            # The library of compressed-tensors multiplies in the scales' format.
             product = values * _float32(scales)[at]
-            return product.astype(scales.dtype) if method == "compressed-tensors" else product
+            # The library of compressed-tensors multiplies in the scales' format.
+            return product.astype(scales.dtype) if self._method == "compressed-tensors" else product
 
         self._packed[base] = _Packed(self._stored[name], shape, piece)
 
-    def _shape(self, base: str) -> tuple[int, ...]:
-        """A packed matrix's shape, which is stored beside it; () if it is no list of sizes."""
-        sizes = self._take(base, "_shape")
-        return tuple(sizes.tolist()) if sizes.ndim == 1 and sizes.dtype.kind == "i" and sizes.min(initial=1) > 0 else ()
-
-    def _bits_of(self, name: str, packed: np.ndarray, shape: tuple[int, ...]) -> int:
+    def _bits_of(self, name: str, words: tuple[int, ...], shape: tuple[int, ...]) -> int:
         """The bits of a number: the one of the config's widths that fits words of 32 bits in this shape."""
-        widths = {group.num_bits for group in weight_groups(self._quantization)}
-        fitting = [bits for bits in widths if packed.shape == (shape[0], -(-shape[1] * bits // 32))]
+        widths = {group.num_bits for group in self._groups}
+        fitting = [bits for bits in widths if words == (shape[0], -(-shape[1] * bits // 32))]
         if len(fitting) != 1:
-            raise self._refuse(name, f"is {list(packed.shape)}, which does not hold {list(shape)} numbers of num_bits")
+            raise self._refuse(name, f"is {list(words)}, which does not hold {list(shape)} numbers of num_bits")
         return fitting[0]
 
-    def _zeros(self, name: str, base: str, bits: int, shape: tuple[int, ...], scales: np.ndarray) -> np.ndarray | None:
+    def _zeros(self, base: str, bits: int, shape: tuple[int, ...], grid: tuple[int, ...]) -> np.ndarray | None:
         """Each block's zero point, float32 in the scales' shape; None: there are none."""
-        if base + "_zero_point" not in self._stored:
-            groups = weight_groups(self._quantization)
-            if groups and not any(group.symmetric for group in groups):
-                raise self._refuse(name, "lacks its weight_zero_point, though symmetric=false")
+        is_symmetric = not self._groups or any(group.symmetric for group in self._groups)
+        if is_symmetric and base + "_zero_point" not in self._stored:
             return None
         zeros = self._take(base, "_zero_point")
-        columns = scales.shape[-1] if scales.ndim == 2 else 1
-        if bits and zeros.dtype == np.int32 and zeros.shape == (-(-shape[0] * bits // 32), columns):
+        if bits and zeros.shape == (-(-shape[0] * bits // 32), grid[1]):
             return _unpacked(np.ascontiguousarray(zeros.T), bits, slice(0, shape[0])).T
-        if zeros.size != scales.size:
-            raise self._refuse(name, f"has zero points {list(zeros.shape)}, and scales {list(scales.shape)}")
-        return _float32(zeros).reshape(-1, columns)
+        return _float32(zeros).reshape(grid)
 
     def _block(self, name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale."""
-        groups = weight_groups(self._quantization)
-        stated = [group.block_structure for group in groups if group.block_structure]
-        if self._quantization["quant_method"] == "fp8":
-            stated = [self._quantization.get("weight_block_size") or [128, 128]]
-        for block in stated:  # the last block of a dim may be cut off
-            if grid == tuple(-(-size // length) for size, length in zip(shape, block, strict=True)):
-                return block[0], block[1]
-        if not all(scales and size % scales == 0 for size, scales in zip(shape, grid, strict=True)):
+        for height, length in self._blocks:  # the last block of a dim may be cut off
+            if grid == (-(-shape[0] // height), -(-shape[1] // length)):
+                return height, length
+        if shape[0] % grid[0] or shape[1] % grid[1]:
             raise self._refuse(name, f"is {list(shape)}, which its scales, {list(grid)}, do not divide into blocks")
         return shape[0] // grid[0], shape[1] // grid[1]
 
     def _bitsandbytes(self, name: str) -> None:
         """NF4 and FP4 with a scale for every block of numbers, and int8 with one for every row."""
-        base, found, kind = name.partition(".quant_state.bitsandbytes__")
-        if found:
-            self._four_bits(base, kind, name)
+        base, is_state, _ = name.partition(".quant_state.bitsandbytes__")
+        if is_state:
+            self._four_bits(base, name)
         elif name.endswith(".SCB"):
             weight = name.removesuffix("SCB") + "weight"
-            rows, bits = self._take(name, ""), self._take(weight, "")
-            if bits.dtype != np.int8 or bits.ndim != 2 or rows.shape != bits.shape[:1]:
-                raise self._refuse(weight, f"is {list(bits.shape)} in {bits.dtype}, with a SCB of {list(rows.shape)}")
-            scales = _float32(rows)[:, None] * np.float32(7.874015718698502e-3)  # 1 / 127
+            numbers = self._take(weight)
+            scales = _float32(self._take(name))[:, None] * np.float32(7.874015718698502e-3)  # 1 / 127
 
             def piece(box: Box) -> np.ndarray:
-                return _float32(bits[box]) * scales[box[0]]
+                return _float32(numbers[box]) * scales[box[0]]
 
-            self._packed[weight] = _Packed(self._stored[weight], bits.shape, piece)
+            self._packed[weight] = _Packed(self._stored[weight], numbers.shape, piece)
 
-    def _four_bits(self, base: str, kind: str, state_name: str) -> None:
+    def _four_bits(self, base: str, state_name: str) -> None:
         try:
-            state = _FourBits.model_validate_json(self._take(state_name, "").tobytes())
+            state = _FourBits.model_validate_json(self._take(state_name).tobytes())
         except ValidationError as error:
-            detail = error.errors()[0]
-            where = ".".join(map(str, detail["loc"])) or "all of it"
-            raise self._refuse(state_name, f"is not a quant_state: {where}: {detail['msg']}") from None
-        codes, scales = self._take(base, ".quant_map").reshape(-1), self._take(base, ".absmax").reshape(-1)
+            raise self._refuse(state_name, f"is not a quant_state: {error.errors()[0]['msg']}") from None
+        codes = self._take(base, ".quant_map").reshape(-1)
+        scales = self._take(base, ".absmax").reshape(-1)
         if state.nested_blocksize:
-            of_scales, levels = (self._take(base, f".nested_{name}").reshape(-1) for name in ("absmax", "quant_map"))
-            blocks = -(-scales.size // state.nested_blocksize)
-            if scales.dtype != np.uint8 or levels.size != 256 or of_scales.size != blocks:
-                given = f"{of_scales.size} nested scales and {levels.size} levels"
-                raise self._refuse(base, f"has {given}, not {blocks} and 256, or an absmax in {scales.dtype}")
             block = np.arange(scales.size) // state.nested_blocksize
+            of_scales = self._take(base, ".nested_absmax").reshape(-1)
+            levels = self._take(base, ".nested_quant_map").reshape(-1)
             scales = levels[scales] * of_scales[block] + np.float32(state.nested_offset)
-        packed = self._take(base, "").reshape(-1).view(np.uint8)
-        shape, length = tuple(state.shape), state.blocksize
+        packed = self._take(base).reshape(-1).view(np.uint8)
+        shape = tuple(state.shape)
+        length = state.blocksize
         count = math.prod(shape)
-        if kind not in ("nf4", "fp4") or codes.size != 16 or -(-count // 2) > packed.size:
-            raise self._refuse(base, f"has {packed.size} bytes, too few for {list(shape)} numbers of {kind}")
-        if scales.size != -(-count // length):
-            raise self._refuse(base, f"has {scales.size} scales, not one for every {length} of {list(shape)} numbers")
+        if packed.size < -(-count // 2) or scales.size != -(-count // length):
+            raise self._refuse(base, f"has {packed.size} bytes and {scales.size} scales, which {list(shape)} does not")
         row = math.prod(shape[1:])
 
         def piece(box: Box) -> np.ndarray:
-            start, stop = box[0].start * row, box[0].stop * row  # whole rows
+            start = box[0].start * row  # whole rows
+            stop = box[0].stop * row
             values = _nibbles(packed[start // 2 : -(-stop // 2)], low_first=False)[start % 2 :][: stop - start]
             product = codes[values] * scales[np.arange(start, stop) // length]
-            return product.astype(jnp.dtype(state.dtype)).reshape(-1, *shape[1:])[:, *box[1:]]
+            return product.astype(np.dtype(state.dtype)).reshape(-1, *shape[1:])[:, *box[1:]]
 
         self._packed[base] = _Packed(self._stored[base], shape, piece)
 
@@ -297,10 +270,10 @@ def _pieces(box: Box) -> Iterator[Box]:
     if dim is None or math.prod(lengths) <= _AT_ONCE:
         yield box
         return
-    start, stop, _ = box[dim].indices(sys.maxsize)
     step = max(1, _AT_ONCE // max(1, math.prod(lengths[dim + 1 :])))
-    for first in range(start, stop, step):
-        yield from _pieces((*box[:dim], slice(first, min(first + step, stop)), *box[dim + 1 :]))
+    for first in range(box[dim].start, box[dim].stop, step):
+        part = slice(first, min(first + step, box[dim].stop))
+        yield from _pieces((*box[:dim], part, *box[dim + 1 :]))
 
 
 def _nibbles(packed: np.ndarray, *, low_first: bool) -> np.ndarray:

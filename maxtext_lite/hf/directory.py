@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
-from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object, read_text
+from maxtext_lite.config.json_file import check_file, is_there, read_object, read_text
 from maxtext_lite.config.keys import TOKENIZER_FILES, ModelConfig, RunConfig
 from maxtext_lite.config.load import RUN_FILE, Provided
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.config.yaml import parse_mapping
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.hf.config_json import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
+from maxtext_lite.hf.config_json import config_json, field_names, model_keys, stored_dtype
 from maxtext_lite.hf.fields import JsonObject, Keys, same_architecture
+from maxtext_lite.hf.safetensors import weight_files
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -23,8 +23,6 @@ CARRIED = (
 """Files that are copied along with a model's weights; all but the first are about its tokens."""
 
 TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""The index of several files, and the name of a single file."""
 
 
 def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | None:
@@ -79,19 +77,16 @@ def has_hf_weights(path: str | Path) -> bool:
     if adapter := adapter_of(root):
         if has_hf_weights(adapter.base):
             return True
-        run = " It is a run directory: convert export it, and name that." * is_there(adapter.base / "config.yml")
-        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{run}")
+        hint = " Name an export of that run." if is_there(adapter.base / "config.yml") else ""
+        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{hint}")
     if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
     check_file(root / "config.json")
     if weight_files(root):
         return True
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in root.glob(pattern))
+    pickled = sorted(file.name for file in root.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
-        raise UserError(
-            f"{root}: {any_of(pickled[:3])} is pickled: reading it can run whatever code its author put there. "
-            "Ask for the model's .safetensors files."
-        )
+        raise UserError(f"{root}: {any_of(pickled[:3])} is pickled, and could run any code. Get .safetensors.")
     raise UserError(f"{root} has a config.json, but no .safetensors file with weights.")
 
 
@@ -123,66 +118,6 @@ def run_config_json(
         original=original,
         end_of_text_id=end_of_text_id,
     )
-
-
-# ---- The files with the weights ------------------------------------------------------------------------------------
-
-
-def weight_files(root: Path) -> list[Path]:
-    """The files with a directory's weights: those of its index, or model.safetensors, or every .safetensors file.
-
-    Raises:
-      UserError: the index is damaged or names a missing file, one of the files is not a file, or which files count is
-        not clear.
-    """
-    if names := weight_map(root):
-        files = _indexed(root, names)
-    else:
-        files = [root / WHOLE] if is_there(root / WHOLE) else sorted(root.glob("*.safetensors"))
-    for file in files:
-        check_file(file)
-    return files
-
-
-def weight_map(root: Path) -> dict[str, str]:
-    """The file of each tensor by a directory's index; {} if it has none, or another file counts.
-
-    Raises:
-      UserError: the index is damaged, or it is not clear whether it counts.
-    """
-    stated = read_object(root / "config.json").get(WEIGHTS_FIELD) if is_there(root / "config.json") else None
-    if stated not in (None, INDEX, WHOLE):
-        raise UserError(
-            f"{root / 'config.json'}: {WEIGHTS_FIELD}={value_text(stated)} is not read: it must be {WHOLE} or {INDEX}. "
-            "Rename the file."
-        )
-    if not is_there(root / INDEX) or stated == WHOLE:
-        return {}
-    names = _read_index(root)
-    if stated is None and is_there(root / WHOLE) and WHOLE not in names.values():
-        raise UserError(
-            f"{root} has {WHOLE}, which transformers reads, and {INDEX}, which names other files. Remove what is out "
-            f"of date, or name one of the two as {WEIGHTS_FIELD} in config.json."
-        )
-    return names
-
-
-def _read_index(root: Path) -> dict[str, str]:
-    found = read_object(root / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        raise UserError(f"{root / INDEX} is not an index of safetensors files: it has no weight_map.")
-    names = cast("dict[str, Any]", found)
-    for name in names.values():
-        path_below(root, name, root / INDEX)
-    return names
-
-
-def _indexed(root: Path, names: dict[str, str]) -> list[Path]:
-    named = sorted(set(names.values()))
-    missing = [name for name in named if not is_there(root / name)]
-    if missing:
-        raise UserError(f"{root} lacks {', '.join(map(value_text, missing[:10]))}, which {INDEX} names.")
-    return [root / name for name in named]
 
 
 # ---- The keys: the layer between a model's file and what the user states --------------------------------------------
@@ -234,7 +169,6 @@ def _of_config_json(
     ]
     values = dict(keys)
     if adapter:
-        adapter = adapter.as_stated(stated["lora_rank"][0] if "lora_rank" in stated else None)
         values |= adapter.keys
         advice = f"to train something else, merge the adapter: convert import {adapter.directory} OUT"
         refusals += [
@@ -250,13 +184,8 @@ def _of_config_json(
     if not any(key in stated for key in TOKENIZER_KEYS):
         values |= tokenizer_values(path, stated)
         if "tokenizer_type" not in values and (directory / "vocab.json").is_file():
-            refusals.append(
-                Refusal(
-                    "tokenizer_path",
-                    f"{directory} has a vocab.json, but no tokenizer.json. Save the tokenizer as that, or state "
-                    "tokenizer_type and tokenizer_path.",
-                )
-            )
+            what = f"{directory} has a vocab.json, but no tokenizer.json: save it as that, or state tokenizer_path."
+            refusals.append(Refusal("tokenizer_path", what))
     return Provided(origin, values, refusals, field_names(fields))
 
 

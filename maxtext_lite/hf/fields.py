@@ -4,14 +4,16 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.json_file import read_text
 from maxtext_lite.config.keys import ModelConfig
+from maxtext_lite.config.load import ROOT_FILE, packaged_directory
 from maxtext_lite.config.types import wrong_value
+from maxtext_lite.config.yaml import parse_mapping
 
 JsonObject = dict[str, Any]
 """An object of JSON, such as a config.json's fields by name."""
@@ -19,20 +21,13 @@ JsonObject = dict[str, Any]
 Keys = Mapping[str, Any]
 """Keys of the Model section, with values of their fields' types."""
 
-DEFAULTS: Keys = MappingProxyType({
-    "normalization": "rms_norm", "norm_placement": "pre", "mlp_activation": "silu", "gated_mlp": True,
-    "mlp_bias": False, "attention_bias": "none", "qk_norm": "none", "layer_pattern": "global",
-    "sliding_window_size": 0, "attn_logits_soft_cap": 0.0, "attention_sinks": False, "query_pre_attn_scalar": 0.0,
-    "mla": {}, "rope_max_timescale": 10000.0, "rope_local_max_timescale": 0.0, "rope_scaling": {},
-    "partial_rotary_factor": 1.0, "trainable_position_size": 0, "scale_embeddings": False,
-    "final_logits_soft_cap": 0.0, "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1,
-    "shared_experts": 0, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-    "n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False, "expert_bias": False,
-    "first_num_dense_layers": 0, "parallel_block": "none", "residual_multiplier": 1.0, "clip_qkv": 0.0,
-    "inverse_layer_scaling": False, "position_temperature": {}, "embedding_multiplier": 1.0, "logits_bias": False,
-    "logits_multiplier": 1.0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
-    "apply_router_weight_on_input": False, "chunk_attn_window_size": 0,
-})  # fmt: skip
+_ALWAYS_STATED = (
+    "model_name", "vocab_size", "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads",
+    "base_num_kv_heads", "head_dim", "normalization_layer_epsilon", "logits_via_embedding", "initializer_range",
+    "capacity_factor", "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
+_BASE = dict(parse_mapping(read_text(packaged_directory("configs") / ROOT_FILE)))
+DEFAULTS: Keys = {key: _BASE[key].value for key in ModelConfig.model_fields if key not in _ALWAYS_STATED}
 """The keys that a family's config.json has no field for: a directory decides every key."""
 
 WITHOUT_EFFECT = frozenset({
@@ -64,6 +59,9 @@ WITHOUT_EFFECT = frozenset({
     "router_aux_loss_coef", "seq_aux",
 })  # fmt: skip
 """Fields that do not change a model's logits."""
+
+WEIGHTS_FIELD = "transformers_weights"
+"""The field that names the file with the weights, or its index; transformers then reads no other."""
 
 NEVER_NULL = frozenset({
     "activation_function", "attention_bias", "attention_multiplier", "attention_out_bias", "attn_scale",

@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import yaml
 
@@ -15,6 +16,8 @@ from maxtext_lite.config.errors import UserError, did_you_mean, value_text
 from maxtext_lite.config.keys import QKV, REMAT_TENSORS
 from maxtext_lite.config.load import packaged_directory
 
+Origin = Literal["file", "base", "defaults"]
+"""Of a key: a file of the user's, one that it is based on, or MaxText's own file."""
 _KEYS = "maxtext_keys.yml"
 _VERSION = "0.2.5"
 _LARGEST = 1e15
@@ -41,6 +44,7 @@ _OTHER_POLICIES = {  # remat_policy: the same with a name here
     "minimal_with_quantization": "minimal",
     "": "none",
 }
+_WITH_FILES = ("hf", "grain")  # dataset_type: those whose files are stated
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh approximation by default
 
 
@@ -50,6 +54,7 @@ class Translation:
 
     Attributes:
       stated: the MaxText keys that the user stated.
+      of: MaxText's value of each key that is translated or may be lost, stated or its default.
       values: our keys and values.
       sources: for each of our keys, the stated MaxText keys that it follows from.
       losses: settings without an equivalent that differ from MaxText's default, as `key=value: why`.
@@ -57,7 +62,8 @@ class Translation:
       idle: for each reason, the stated keys without effect on what is trained here.
     """
 
-    stated: frozenset[str]
+    stated: Collection[str]
+    of: dict[str, Any]
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     losses: list[str] = field(default_factory=list[str])
@@ -68,6 +74,10 @@ class Translation:
         """Sets one of our keys, which follows from these of MaxText."""
         self.values[ours] = value
         self.sources[ours] = tuple(key for key in theirs if key in self.stated)
+
+    def lose(self, key: str, why: str) -> None:
+        """Lists a setting that has no equivalent."""
+        self.losses.append(f"{key}={value_text(self.of[key])}: {why}")
 
 
 @functools.cache
@@ -121,8 +131,7 @@ def translate(
     stated: Mapping[str, Any],
     *,
     num_devices: int | None = None,
-    in_files: Collection[str] = (),
-    in_base_files: Collection[str] = (),
+    origins: Mapping[str, Origin] = MappingProxyType({}),
     ignore_unknown: bool = False,
 ) -> Translation:
     """Translates the stated values of a MaxText config over MaxText's defaults.
@@ -130,83 +139,93 @@ def translate(
     Args:
       stated: MaxText's keys and values.
       num_devices: of the run; if given, a batch is rounded down as MaxText does.
-      in_files: the stated keys that come from a file, over which a named model's file wins in MaxText.
-      in_base_files: those that come from MaxText's own file or one that the user's is based on.
+      origins: of the keys that come from a file, over which a named model's file wins in MaxText.
       ignore_unknown: list a key that MaxText does not have as a loss, as one of a base file is, instead of refusing it.
     Raises:
       UserError: MaxText has no such key, or maxtext_lite no such model.
     """
     if "rl" in stated or stated.get("use_grpo"):
-        raise UserError(
-            "a config of reinforcement learning is not translated: docs/coming_from.md names its keys here."
-        )
+        raise UserError("reinforcement learning is not translated: docs/coming_from.md names its keys here.")
     if stated.get("student_overrides") or stated.get("teacher_overrides"):
         raise UserError("student_overrides and teacher_overrides: distillation has no equivalent.")
     defaults = maxtext_defaults()
-    reasons = {key: reason_without_effect(key) for key in stated if key not in defaults}
-    unknown = [key for key, reason in reasons.items() if reason is None]
-    refused = [] if ignore_unknown else [key for key in unknown if key not in in_base_files]
-    if refused:
-        problems = [f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, defaults)}" for key in refused]
-        problems[-1] += " --ignore-unknown lists such keys instead."
-        raise UserError(problems)
     known = {key: value for key, value in stated.items() if key in defaults}
-    name, from_model = _model_keys(str(known.get("model_name") or "default"))
-    overridden = {key: known.pop(key) for key in from_model if key in known and key in in_files}
-    found = Translation(frozenset(stated) - overridden.keys())
-    for key, reason in reasons.items():
-        if reason is not None:
-            found.idle.setdefault(reason, []).append(key)
-    found.losses += [f"{key}={value_text(stated[key])}: MaxText {_VERSION} has no such key" for key in unknown]
-    without_effect = [
+    name = str(known.get("model_name") or "default").removesuffix("-Instruct")
+    is_named = name != "default"
+    of_model = [key for key in _keys_of_model(name) if key in known] if is_named else []
+    overridden = {key: known.pop(key) for key in of_model if key in origins}
+    of = defaults | {key: "" if value is None and defaults[key] == "" else value for key, value in known.items()}
+    found = Translation(stated.keys() - overridden.keys(), of)
+    _sort_others(found, stated, origins, ignore_unknown=ignore_unknown)
+    shown = [
         f"{key}={value_text(value)}"
         for key, value in overridden.items()
-        if key not in in_base_files and value != defaults[key]
+        if origins[key] == "file" and value != defaults[key]
     ]
-    if without_effect:
-        found.notes.append(f"models/{name}.yml wins over a config file, as in MaxText: {', '.join(without_effect)}")
-    if beside := [key for key in from_model if key in known and not stated.get("override_model_config")]:
+    if shown:
+        found.notes.append(f"models/{name}.yml wins over a config file, as in MaxText: {', '.join(shown)}")
+    beside = [key for key in of_model if key not in overridden]
+    if beside and not stated.get("override_model_config"):
         found.notes.append(f"MaxText takes {', '.join(beside)} beside model_name with override_model_config=true alone")
-    table = _table()
-    of = defaults | {key: "" if value is None and defaults[key] == "" else value for key, value in known.items()}
-    lacking = {key for keys in table["lacking"].values() for key in keys}
-    _check_kinds({key: value for key, value in of.items() if key not in lacking}, defaults)
+    _check_kinds(of)
     if of["steps"] == -1:
         of["steps"] = of["learning_rate_schedule_steps"]
     if of["steps"] == -1:
         raise UserError("steps=-1 takes learning_rate_schedule_steps, which is -1 too: state one of them.")
-    named = name != "default"
-    scaled = _scale(of, named=named)
-    _rows(found, table, of)
-    _rows(found, table["architecture"], of, only_stated=named)
+    table = _table()
+    scaled = _scale(of, is_named=is_named)
+    _rows(found, table)
+    _rows(found, table["architecture"], only_stated=is_named)
     for key in scaled:
         found.put(key, of[key], key, "global_parameter_scale")
     for reason, keys in table["lacking"].items():
-        found.losses += [f"{key}={value_text(of[key])}: {reason}" for key in keys if of[key] != keys[key]]
-    _batch(found, of, num_devices)
-    _mesh(found, of)
-    _optimizer(found, of)
-    _model(found, of, name)
-    _remat(found, of)
-    _data(found, of, named=named)
-    _trackers(found, of)
+        for key, default in keys.items():
+            if of[key] != default:
+                found.lose(key, reason)
+    _batch(found, num_devices)
+    _mesh(found)
+    _optimizer(found)
+    _model(found, name)
+    _remat(found)
+    _data(found)
+    services = {"tensorboard": of["enable_tensorboard"], "wandb": of["enable_wandb"]}
+    chosen = ",".join(service for service, is_on in services.items() if is_on)
+    found.put("log_to", chosen, "enable_tensorboard", "enable_wandb")
+    if of["enable_wandb"]:
+        found.notes.append("W&B's project is WANDB_PROJECT in the environment (docs/running.md)")
     return found
 
 
-def _model_keys(name: str) -> tuple[str, list[str]]:
-    """The name of MaxText's file of a model, and the keys that it states."""
-    name = name.removesuffix("-Instruct")
-    if name == "default":
-        return name, []
-    rows = _table()["models"]["states"].items()
-    found: list[str] = []
-    for names, keys in rows:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in names.split()):
-            found += keys.split()
-    return name, found
+def _keys_of_model(name: str) -> list[str]:
+    """The keys that MaxText's file of a model states."""
+    keys: list[str] = []
+    for patterns, stated in _table()["models"]["states"].items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split()):
+            keys += stated.split()
+    return keys
 
 
-def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
+def _sort_others(
+    found: Translation, stated: Mapping[str, Any], origins: Mapping[str, Origin], *, ignore_unknown: bool
+) -> None:
+    """Lists the stated keys that are not translated: without effect here, or unknown to MaxText."""
+    problems: list[str] = []
+    for key, value in stated.items():
+        if key in maxtext_defaults():
+            continue
+        reason = reason_without_effect(key)
+        if reason is not None:
+            found.idle.setdefault(reason, []).append(key)
+        elif ignore_unknown or origins.get(key) in ("base", "defaults"):
+            found.losses.append(f"{key}={value_text(value)}: MaxText {_VERSION} has no such key")
+        else:
+            problems.append(f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, maxtext_defaults())}")
+    if problems:
+        problems[-1] += " --ignore-unknown lists such keys instead."
+        raise UserError(problems)
+
+
+def _scale(of: dict[str, Any], *, is_named: bool) -> list[str]:
     """Multiplies dimensions by global_parameter_scale, a power of two, as MaxText does; returns the changed keys.
 
     Of three doublings one goes to heads and mlp, one to the width and one to the layers.
@@ -217,13 +236,11 @@ def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
     doublings = scale.bit_length() - 1 if isinstance(scale, int) and scale > 0 else 0
     if scale != 2**doublings:
         raise UserError(f"global_parameter_scale={value_text(scale)} is not a power of two.")
-    if named:
-        raise UserError(
-            f"global_parameter_scale={scale} with model_name={of['model_name']} is not translated: state the dimensions"
-            " instead."
-        )
+    if is_named:
+        raise UserError(f"global_parameter_scale={scale} with a model_name is not translated: state the dimensions.")
     layers, rest = divmod(doublings, 3)
-    inner, width = layers + (rest > 0), layers + (rest > 1)
+    width = layers + (rest > 1)
+    inner = layers + (rest > 0)
     powers = {"base_emb_dim": width, "base_num_query_heads": inner, "base_num_kv_heads": inner, "base_mlp_dim": inner,
               "base_moe_mlp_dim": inner, "base_num_decoder_layers": layers}  # fmt: skip
     changed = [key for key, power in powers.items() if power and of[key] > 0]
@@ -232,49 +249,57 @@ def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
     return changed
 
 
-def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def _check_kinds(of: Mapping[str, Any]) -> None:
     """Refuses values of the wrong kind, such as text for a number, before anything computes with them."""
+    lacking = {key for keys in _table()["lacking"].values() for key in keys}
     problems: list[str] = []
-    for key, value in of.items():
-        default = defaults[key]
-        is_number = isinstance(value, int | float) and abs(value) < _LARGEST
-        right = is_number if isinstance(default, int | float | None) else type(value) is type(default)
-        right &= default is None or isinstance(value, bool) == isinstance(default, bool)
-        if value is not default and not right:
+    for key, default in maxtext_defaults().items():
+        value = of[key]
+        if value is default or key in lacking:
+            continue
+        if isinstance(default, int | float | None) and not isinstance(default, bool):
+            is_right = isinstance(value, int | float) and abs(value) < _LARGEST
+            is_right &= default is None or not isinstance(value, bool)
+        else:
+            is_right = type(value) is type(default)
+        if not is_right:
             problems.append(f"{key}={value_text(value)} is not of the kind of MaxText's {key}={value_text(default)}.")
     if problems:
         raise UserError(problems)
 
 
-def _rows(found: Translation, part: Mapping[str, Any], of: Mapping[str, Any], *, only_stated: bool = False) -> None:
+def _rows(found: Translation, part: Mapping[str, Any], *, only_stated: bool = False) -> None:
     """Translates the keys that have exactly one counterpart here."""
     rows: dict[str, list[Any]] = {key: ["", key] for key in part["same"]} | part["renamed"]
-    for key, (_, ours, *maps) in rows.items():
-        value = of[key]
-        choices: dict[Any, Any] = maps[0] if maps else {}
-        if (only_stated and key not in found.stated) or (value in (None, "") and not choices):
+    for key, (_, ours, *choices) in rows.items():
+        value = found.of[key]
+        if only_stated and key not in found.stated:
             continue
-        if choices and value not in choices and not isinstance(value, int):
-            found.losses.append(
-                f"{key}={value_text(value)}: {ours} is one of {', '.join(map(str, dict.fromkeys(choices.values())))}"
-            )
-            continue
-        found.put(ours, choices.get(value, value), key)
+        if not choices:
+            if value not in (None, ""):
+                found.put(ours, value, key)
+        elif value in choices[0] or isinstance(value, int):
+            found.put(ours, choices[0].get(value, value), key)
+        else:
+            known = dict.fromkeys(map(str, choices[0].values()))
+            found.lose(key, f"{ours} is one of {', '.join(known)}")
 
 
-def _batch(found: Translation, of: Mapping[str, Any], num_devices: int | None) -> None:
+def _batch(found: Translation, num_devices: int | None) -> None:
     """Translates the batch. MaxText: int(per_device_batch_size x devices) x gradient_accumulation_steps rows a step."""
-    per_device, accumulation, factor = (
-        of[key] for key in ("per_device_batch_size", "gradient_accumulation_steps", "expansion_factor_real_data")
-    )
-    rows = 0 if num_devices is None else int(num_devices * per_device)
-    if rows and num_devices and Fraction(rows, num_devices) != Fraction(str(per_device)):
-        found.notes.append(
-            f"per_device_batch_size={per_device} x {num_devices} devices is {rows} rows in MaxText, which rounds down"
-        )
-        per_device = rows / num_devices
-    elif num_devices is None and not float(per_device).is_integer():
-        found.notes.append("MaxText rounds per_device_batch_size x devices down: --devices N does the same")
+    of = found.of
+    per_device = of["per_device_batch_size"]
+    accumulation = of["gradient_accumulation_steps"]
+    factor = of["expansion_factor_real_data"]
+    if num_devices is None:
+        if not float(per_device).is_integer():
+            found.notes.append("MaxText rounds per_device_batch_size x devices down: --devices N does the same")
+    else:
+        rows = int(num_devices * per_device)
+        if rows and Fraction(rows, num_devices) != Fraction(str(per_device)):
+            batch = f"per_device_batch_size={per_device} x {num_devices} devices"
+            found.notes.append(f"{batch} is {rows} rows in MaxText, which rounds down")
+            per_device = rows / num_devices
     found.put("per_device_batch_size", per_device, "per_device_batch_size")
     if 0 < factor < 1:
         found.notes.append(
@@ -282,38 +307,42 @@ def _batch(found: Translation, of: Mapping[str, Any], num_devices: int | None) -
             f"{factor} of it where per_device_batch_size is at least 1"
         )
     if accumulation > 1 and of["enable_rampup_batch_size"]:
-        found.notes.append(
-            "a ramp's stages are accumulated here as all steps are; MaxText's ramp leaves accumulation out"
-        )
+        found.notes.append("a ramp's stages are accumulated here as all steps are; MaxText's are not")
     if accumulation > 1 and of["use_dpo"] and not of["use_tunix_gradient_accumulation"]:
         found.notes.append(
             f"MaxText 0.2.5 accumulates {accumulation} loads of the whole global batch in DPO; here a step is one"
         )
 
 
-def _mesh(found: Translation, of: Mapping[str, Any]) -> None:
+def _mesh(found: Translation) -> None:
+    of = found.of
     for ours, theirs in _table()["axes"].items():
         for links in ("ici", "dcn"):
             keys = [f"{links}_{axis}_parallelism" for axis in theirs]
-            sizes = [max(of["num_slices"], 1) if links == "dcn" and of[key] == -1 else of[key] for key in keys]
+            sizes = [of[key] for key in keys]
+            if links == "dcn":
+                sizes = [max(of["num_slices"], 1) if size == -1 else size for size in sizes]
             found.put(f"{links}_{ours}_parallelism", -1 if -1 in sizes else math.prod(sizes), *keys)
     if of["enable_diloco"]:
-        keys = ("ici_diloco_parallelism", "dcn_diloco_parallelism")
+        keys = ["ici_diloco_parallelism", "dcn_diloco_parallelism"]
         found.put("diloco_num_replicas", math.prod(max(of[key], 1) for key in keys), *keys)
 
 
-def _optimizer(found: Translation, of: Mapping[str, Any]) -> None:
-    steps, end, optimizer = of["steps"], of["learning_rate_schedule_steps"], of["opt_type"]
+def _optimizer(found: Translation) -> None:
+    of = found.of
+    steps = of["steps"]
+    end = of["learning_rate_schedule_steps"]
     if end not in (-1, steps):
-        found.losses.append(f"learning_rate_schedule_steps={end}: the schedule ends with the last of steps={steps}")
+        found.lose("learning_rate_schedule_steps", f"the schedule ends with the last of steps={steps}")
     warmup = int((steps if end == -1 else end) * of["warmup_steps_fraction"])
     found.put("warmup_steps", warmup, "warmup_steps_fraction", "learning_rate_schedule_steps", "steps")
-    decay = {"sgd": 0.0, "muon": of["muon_weight_decay"]}.get(optimizer, of["adam_weight_decay"])
+    decays = {"sgd": 0.0, "muon": of["muon_weight_decay"]}
+    decay = decays.get(of["opt_type"], of["adam_weight_decay"])
     found.put("weight_decay", decay, "adam_weight_decay", "muon_weight_decay")
     found.put("weight_decay_on_norms_and_embeddings", bool(decay) and not of["adamw_mask"], "adamw_mask")
     if of["adamw_mask"]:
         found.notes.append("what adamw_mask names is not decayed in MaxText; here norms and embeddings are not")
-    if optimizer == "muon":
+    if of["opt_type"] == "muon":
         found.put("adam_b1", of["muon_beta"], "muon_beta")
         found.notes.append("muon_beta and muon_weight_decay count for all parameters, also those that Adam updates")
     keep = of["max_num_checkpoints_to_keep"] or int(steps // max(of["checkpoint_period"], 1)) + 2
@@ -324,118 +353,144 @@ def _optimizer(found: Translation, of: Mapping[str, Any]) -> None:
         found.put("lora_alpha", of["lora_alpha"], "lora_alpha")
 
 
-def _model(found: Translation, of: Mapping[str, Any], name: str) -> None:
+def _model(found: Translation, name: str) -> None:
+    of = found.of
     models = maxtext_models()
     if name not in models:
-        raise UserError(
-            f"model_name={value_text(of['model_name'])} has no equivalent.{did_you_mean(str(of['model_name']), models)}"
-        )
-    named = name != "default"
+        stated = str(of["model_name"])
+        raise UserError(f"model_name={value_text(stated)} has no equivalent.{did_you_mean(stated, models)}")
     ours, besides = models[name]
     found.put("model_name", ours, "model_name")
     for key, value in besides.items():
         if not found.sources.get(key):
             found.put(key, value, "model_name")
-    if named:
+    if name != "default":
         for key in _table()["architecture"]["computed"]:
             if key in found.stated and of[key] != maxtext_defaults()[key]:
-                found.losses.append(f"{key}={value_text(of[key])}: model_name decides it")
+                found.lose(key, "model_name decides it")
         return
-    block, activations = of["decoder_block"], [str(name) for name in of["mlp_activations"]]
+    block = of["decoder_block"]
     if block not in _PLAIN_BLOCKS:
-        raise UserError(
-            f"decoder_block={value_text(block)} needs model_name: without it, only Llama's kind is translated."
-            f"{did_you_mean(str(block), models)}"
-        )
-    biased, normed = _PLAIN_BLOCKS[block]
-    for key, ours, there, allowed in (
-        ("attention_bias", "attention_bias", "qkv", biased),
-        ("use_qk_norm", "qk_norm", "head", normed),
+        hint = did_you_mean(str(block), models)
+        raise UserError(f"decoder_block={value_text(block)} needs model_name: only Llama's kind does without.{hint}")
+    may_have_bias, may_norm_heads = _PLAIN_BLOCKS[block]
+    for key, ours, value, is_allowed in (
+        ("attention_bias", "attention_bias", "qkv", may_have_bias),
+        ("use_qk_norm", "qk_norm", "head", may_norm_heads),
     ):
-        if of[key] and allowed:
-            found.put(ours, there, key, "decoder_block")
+        if of[key] and is_allowed:
+            found.put(ours, value, key, "decoder_block")
         elif of[key]:
-            found.losses.append(f"{key}=true: with decoder_block={block} there is no equivalent")
-    first, gate = _ACTIVATIONS.get("".join(activations[:1])), activations[1:]
-    if first and gate in ([], ["linear"]):
-        found.put("mlp_activation", first, "mlp_activations")
+            found.lose(key, f"with decoder_block={block} there is no equivalent")
+    first, *gate = [str(activation) for activation in of["mlp_activations"]] or [""]
+    if first in _ACTIVATIONS and gate in ([], ["linear"]):
+        found.put("mlp_activation", _ACTIVATIONS[first], "mlp_activations")
         found.put("gated_mlp", bool(gate), "mlp_activations")
     else:
-        found.losses.append(f"mlp_activations={value_text(activations)}: mlp_activation has no such kind")
+        found.lose("mlp_activations", "mlp_activation has no such kind")
     if of["logits_via_embedding"] and of["normalize_embedding_logits"] and of["base_emb_dim"] > 0:
         found.put("logits_multiplier", of["base_emb_dim"] ** -0.5, "normalize_embedding_logits", "logits_via_embedding")
     factor = of["rope_linear_scaling_factor"]
     if of["rope_type"] != "default":
-        found.losses.append(f"rope_type={value_text(of['rope_type'])}: without model_name, state rope_scaling yourself")
+        found.lose("rope_type", "without model_name, state rope_scaling yourself")
     elif factor != 1:
         found.put("rope_scaling", {"rope_type": "linear", "factor": factor}, "rope_linear_scaling_factor")
 
 
-def _remat(found: Translation, of: Mapping[str, Any]) -> None:
-    policy: str = of["remat_policy"]
-    policy = _OTHER_POLICIES.get(policy, policy)
-    saved, offloaded = _SAVED.get(policy, ()), tuple[str, ...]()
+def _remat(found: Translation) -> None:
+    of = found.of
+    policy = of["remat_policy"]
+    saved = _SAVED.get(policy, ())
+    offloaded: tuple[str, ...] = ()
     if policy == "custom":
-        at = {name: of["qkv_proj"] if name in QKV and of[name] == "remat" else of.get(name) for name in REMAT_TENSORS}
-        saved = tuple(name for name, where in at.items() if where == "device" and name != "decoder_layer_input")
-        offloaded = tuple(name for name, where in at.items() if where == "offload")
-    elif policy not in _SAVED:
-        found.put("remat_policy", policy, "remat_policy")
+        places = {name: of.get(name) for name in REMAT_TENSORS}
+        for name in QKV:
+            if places[name] == "remat":
+                places[name] = of["qkv_proj"]
+        saved = tuple(name for name, at in places.items() if at == "device" and name != "decoder_layer_input")
+        offloaded = tuple(name for name, at in places.items() if at == "offload")
+    elif not saved:
+        found.put("remat_policy", _OTHER_POLICIES.get(policy, policy), "remat_policy")
         return
     found.put("remat_policy", "custom" if saved or offloaded else "full", "remat_policy")
-    for ours, names in (("remat_save", saved), ("remat_offload", offloaded)):
-        if names:
-            found.put(ours, ",".join(names), "remat_policy", *names)
+    if saved:
+        found.put("remat_save", ",".join(saved), "remat_policy", *saved)
+    if offloaded:
+        found.put("remat_offload", ",".join(offloaded), "remat_policy", *offloaded)
 
 
-def _data(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
+def _data(found: Translation) -> None:
+    of = found.of
     kind = of["dataset_type"]
     seed = of["data_shuffle_seed"] if of["enable_data_shuffling"] else -1
     found.put("data_shuffle_seed", seed, "data_shuffle_seed", "enable_data_shuffling")
-    packed = {"concat_then_split": "concat"}.get(of["grain_packing_type"], "best_fit") if of["packing"] else "none"
-    found.put("packing", "concat" if packed == "best_fit" and kind == "synthetic" else packed, "packing")
+    if not of["packing"]:
+        packing = "none"
+    elif kind == "synthetic" or of["grain_packing_type"] == "concat_then_split":
+        packing = "concat"
+    else:
+        packing = "best_fit"
+    found.put("packing", packing, "packing")
     if kind == "synthetic" and not (of["use_sft"] or of["use_dpo"]):
         found.put("dataset_type", "synthetic", "dataset_type")
         for key in ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"):  # of no use for synthetic data
             found.values.pop(key, None)
         return
     if not of["tokenizer_path"]:
-        _default_tokenizer(found, named=named)
-    files = {"hf": "hf_train_files", "grain": "grain_train_files"}.get(kind, "")
-    held_out = {"hf": "hf_eval_files", "grain": "grain_eval_files"}.get(kind, "")
-    ours = "dpo" if of["use_dpo"] else "sft" if of["use_sft"] else "array_record"
+        _default_tokenizer(found)
+    if of["use_dpo"]:
+        ours = "dpo"
+    else:
+        ours = "sft" if of["use_sft"] else "array_record"
     found.put("dataset_type", ours, "dataset_type", "use_dpo", "use_sft")
-    patterns = _patterns(of[files]) if files else []
-    keeps_paths = ours != "array_record"  # which MaxText's records are not
-    if len(patterns) > 1:
+    _dataset_path(found, ours)
+    _held_out(found, ours)
+    if of["use_sft"] and not of["sft_train_on_completion_only"]:
+        found.lose("sft_train_on_completion_only", "an answer's tokens alone count in SFT")
+
+
+def _dataset_path(found: Translation, ours: str) -> None:
+    """Translates the paths of training data; MaxText's records are to be prepared again."""
+    kind = found.of["dataset_type"]
+    key = f"{kind}_train_files" if kind in _WITH_FILES else ""
+    patterns = _patterns(found.of[key]) if key else []
+    if ours != "array_record" and len(patterns) == 1:
+        found.put("dataset_path", patterns[0][0], key)
+    elif len(patterns) > 1:
         sources: list[dict[str, Any]] = []
         for number, (pattern, weight) in enumerate(patterns, 1):
-            path = pattern if keeps_paths else f"{_NO_PATH}/{number}"
-            sources.append({"path": path, "weight": weight})
-            if not keeps_paths:
+            path = pattern
+            if ours == "array_record":
+                path = f"{_NO_PATH}/{number}"
                 found.notes.append(f"{path} is to be what `prepare` makes of the text of {value_text(pattern)}")
-        found.put("dataset_path", sources, files)
-    elif keeps_paths and patterns:
-        found.put("dataset_path", patterns[0][0], files)
+            sources.append({"path": path, "weight": weight})
+        found.put("dataset_path", sources, key)
     else:
-        found.put("dataset_path", _NO_PATH, files)
-        of_text = f"the text of {value_text(patterns[0][0])}" if patterns else "its text"
-        how = "JSONL files (docs/post_training.md)" if keeps_paths else f"what `prepare` makes of {of_text}"
-        found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {how}")
-    if held_out and ";" in of[held_out]:
-        found.losses.append(f"{held_out}={value_text(of[held_out])}: its weights; eval_dataset_path is one path")
-        held_out = ""
-    held_out_path = of[held_out] if held_out else ""
-    if held_out_path and not keeps_paths:
-        text = value_text(held_out_path)
-        held_out_path = "" if of["eval_interval"] == -1 else f"{_NO_PATH}_held_out"
-        if held_out_path:
-            found.notes.append(f"eval_dataset_path={held_out_path} is to be what `prepare` makes of the text of {text}")
-    found.put("eval_dataset_path", held_out_path, held_out)
-    if not found.values["eval_dataset_path"]:
-        found.put("eval_fraction", 0.0 if of["eval_interval"] == -1 else 0.02, "eval_interval")
-    if of["use_sft"] and not of["sft_train_on_completion_only"]:
-        found.losses.append("sft_train_on_completion_only=false: an answer's tokens alone count in SFT")
+        found.put("dataset_path", _NO_PATH, key)
+        what = "JSONL files (docs/post_training.md)"
+        if ours == "array_record":
+            of_text = f"the text of {value_text(patterns[0][0])}" if patterns else "its text"
+            what = f"what `prepare` makes of {of_text}"
+        found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {what}")
+
+
+def _held_out(found: Translation, ours: str) -> None:
+    """Translates the data of evaluations, or a fraction of the training data in their place."""
+    of = found.of
+    key = f"{of['dataset_type']}_eval_files" if of["dataset_type"] in _WITH_FILES else ""
+    if key and ";" in of[key]:
+        found.lose(key, "its weights; eval_dataset_path is one path")
+        key = ""
+    path = of[key] if key else ""
+    evaluates = of["eval_interval"] != -1
+    if path and ours == "array_record":
+        text = value_text(path)
+        path = f"{_NO_PATH}_held_out" if evaluates else ""
+        if path:
+            found.notes.append(f"eval_dataset_path={path} is to be what `prepare` makes of the text of {text}")
+    found.put("eval_dataset_path", path, key)
+    if not path:
+        found.put("eval_fraction", 0.02 if evaluates else 0.0, "eval_interval")
 
 
 def _patterns(text: str) -> list[tuple[str, float]]:
@@ -452,22 +507,13 @@ def _patterns(text: str) -> list[tuple[str, float]]:
     return found
 
 
-def _default_tokenizer(found: Translation, *, named: bool) -> None:
+def _default_tokenizer(found: Translation) -> None:
     """Names the tokenizer that MaxText takes where tokenizer_path is empty; the user must fetch it."""
-    if named:
-        found.put("tokenizer_type", "huggingface", "model_name")
-        found.put("tokenizer_path", _NO_TOKENIZER, "model_name")
-        found.notes.append(f"tokenizer_path={_NO_TOKENIZER} is to be the model's tokenizer, which MaxText downloads")
-    else:
+    if found.values["model_name"] == "default":
         found.put("tokenizer_type", "sentencepiece")
         found.put("tokenizer_path", _LLAMA_TOKENIZER)
         found.notes.append(f"tokenizer_path={_LLAMA_TOKENIZER} is MaxText's, in its assets/tokenizers")
-
-
-def _trackers(found: Translation, of: Mapping[str, Any]) -> None:
-    """Translates the services that MaxText logs to."""
-    services = {"tensorboard": of["enable_tensorboard"], "wandb": of["enable_wandb"]}
-    chosen = ",".join(service for service, is_on in services.items() if is_on)
-    found.put("log_to", chosen, "enable_tensorboard", "enable_wandb")
-    if of["enable_wandb"]:
-        found.notes.append("W&B's project is WANDB_PROJECT in the environment (docs/running.md)")
+    else:
+        found.put("tokenizer_type", "huggingface", "model_name")
+        found.put("tokenizer_path", _NO_TOKENIZER, "model_name")
+        found.notes.append(f"tokenizer_path={_NO_TOKENIZER} is to be the model's tokenizer, which MaxText downloads")

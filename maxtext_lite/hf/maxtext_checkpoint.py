@@ -7,12 +7,11 @@ with the second.
 Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py, layers/attentions.py and embeddings.py.
 """
 
-import dataclasses
-import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,8 +58,7 @@ _LAYER = {
 _GEMMA3_PERIOD = 6  # layers that are scanned together; the remainder is not scanned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """The place of a layer's array.
 
     Attributes:
@@ -119,7 +117,10 @@ def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config
     loaded: dict[str, jax.Array] = {}
     for path, leaf in wanted.items():
         arrays = _read(items, above, {place.path for place in places[path]})
-        layers = [_converted(_of_layer(arrays[place.path], place, axis), path, config) for place in places[path]]
+        layers: list[np.ndarray] = []
+        for name, number in places[path]:
+            layer = arrays[name] if number is None else np.take(arrays[name], number, axis)
+            layers.append(_converted(layer, path, config))
         whole = (layers[0] if path in _ROOT else np.stack(layers)).astype(leaf.dtype)
         if not np.isfinite(whole.astype(np.float32)).all():
             raise UserError(f"{items}: {places[path][0].path} holds NaN or infinite numbers.")
@@ -161,7 +162,8 @@ def _ways(name: str, layer: int, num_layers: int, kind: str) -> Iterator[_Place]
     """The possible places of a layer's array: unscanned, scanned, and as Gemma 2 and 3 scan layers of several kinds."""
     module, _, rest = name.partition("/")
     of_kind = f"{module}_{kind}/{rest}"
-    pair, (period, number) = layer // 2, divmod(layer, _GEMMA3_PERIOD)
+    pair = layer // 2
+    period, number = divmod(layer, _GEMMA3_PERIOD)
     yield _Place(f"decoder/layers_{layer}/{name}", None)
     yield _Place(f"decoder/layers/{name}", layer)
     yield _Place(f"decoder/layers_{pair}/{of_kind}", None)
@@ -176,10 +178,10 @@ def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wa
     """param_scan_axis: the axis that the shapes of all scanned arrays allow; the usual 1 if both are possible."""
     allowed = {1, 0}
     for path, of_path in places.items():
-        for place in of_path:
-            if place.number is not None and place.path in stored:
-                shape, layer = tuple(stored[place.path].shape), tuple(wanted[path].shape[1:])
-                allowed &= {axis for axis in (1, 0) if shape[:axis] + shape[axis + 1 :] == layer}
+        for name, number in of_path:
+            if number is not None and name in stored:
+                shape = tuple(stored[name].shape)
+                allowed &= {axis for axis in (1, 0) if shape[:axis] + shape[axis + 1 :] == wanted[path].shape[1:]}
     return max(allowed, default=1)
 
 
@@ -187,37 +189,31 @@ def _refuse_differences(
     items: Path, places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any], axis: int
 ) -> None:
     """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
-    used = {place.path for of_path in places.values() for place in of_path}
-    numbers: dict[str, int] = {}
-    for place in itertools.chain(*places.values()):
-        numbers[place.path] = max(numbers.get(place.path, 0), (place.number or 0) + 1)
-    shapes = []
+    num_layers = Counter(place.path for of_path in places.values() for place in of_path)
+    shapes: dict[str, None] = {}
     for path, of_path in places.items():
-        for name in dict.fromkeys(place.path for place in of_path if place.path in stored):
-            there, layer = tuple(stored[name].shape), tuple(wanted[path].shape[0 if path in _ROOT else 1 :])
-            scanned = next(place.number for place in of_path if place.path == name) is not None
-            want = (*layer[:axis], numbers[name], *layer[axis:]) if scanned else layer
-            allowed = list(want)
-            dim = _VOCABULARY.get(path)
-            if dim is not None and len(there) == 2:
-                allowed[dim] = max(want[dim], there[dim])
-            if there != tuple(allowed):
-                shapes.append(f"{name} is {list(there)}, not {list(want)}")
-    problems = []
+        layer = list(wanted[path].shape[0 if path in _ROOT else 1 :])
+        for name, number in of_path:
+            if name not in stored:
+                continue
+            there = list(stored[name].shape)
+            want = layer if number is None else [*layer[:axis], num_layers[name], *layer[axis:]]
+            padded = _VOCABULARY.get(path)
+            if padded is not None and len(there) == 2 and there[padded] > want[padded]:
+                there[padded] = want[padded]
+            if there != want:
+                shapes[f"{name} is {list(stored[name].shape)}, not {want}"] = None
+    problems: list[str] = []
     for found, what in (
-        (sorted(used - stored.keys()), "lacks arrays of the model"),
-        (sorted(stored.keys() - used), "has arrays that the model has no place for"),
-        (shapes, "has arrays of other shapes than the Model keys say"),
+        (sorted(num_layers.keys() - stored.keys()), "lacks arrays of the model"),
+        (sorted(stored.keys() - num_layers.keys()), "has arrays that the model has no place for"),
+        (list(shapes), "has arrays of other shapes than the Model keys say"),
     ):
         if found:
             more = f", and {len(found) - 5} more" if len(found) > 5 else ""
             problems.append(f"{items} {what}: {', '.join(map(value_text, found[:5]))}{more}.")
     if problems:
         raise UserError(problems)
-
-
-def _of_layer(x: np.ndarray, place: _Place, axis: int) -> np.ndarray:
-    return x if place.number is None else np.take(x, place.number, axis)
 
 
 def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.ndarray]:
@@ -239,7 +235,8 @@ def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.
 
 def _converted(x: np.ndarray, path: str, config: Config) -> np.ndarray:
     """Our float32 parameter, or a layer of it, from MaxText's array."""
-    name, x = path.removeprefix("layers/"), x.astype(np.float32)
+    name = path.removeprefix("layers/")
+    x = x.astype(np.float32)
     if name == "embedding/table":
         x = x[: config.vocab_size]
         return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x

@@ -7,24 +7,20 @@ in both directions, so what is imported can always be exported.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxtext_lite.config import Mla, ModelConfig, UserError
-from maxtext_lite.config.weights import ModelShape, Weight, WeightTable, model_shape, num_inputs, stacks_of
+from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs, stacks_of
 from maxtext_lite.hf.safetensors import assign
 
 INPUTS_FIRST = ("gpt2",)
 """Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
-
-Sizes = Mapping[str, int]
-"""How long each dim is: `ModelShape.sizes`. In a line with parts, Z is these one after another."""
 
 
 def model_of(keys: Mapping[str, Any]) -> ModelShape:
@@ -46,6 +42,7 @@ class Name:
         has these as pairs where the parameter has halves.
       our_dims: letters of the parameter's dims in one layer (and expert), with Z for its part; see `laid`.
       their_dims: for each of the tensor's dims, the letters that it consists of.
+      sizes: how long each dim is.
     """
 
     ours: tuple[str, ...]
@@ -55,23 +52,27 @@ class Name:
     pairs: str = ""
     our_dims: tuple[str, ...] = ()
     their_dims: tuple[tuple[str, ...], ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def per_expert(self) -> bool:
         """Whether each expert or head has a tensor of its own; the parameter then has a leading dim for them."""
         return "{expert}" in self.theirs
 
-    def laid(self, weights: Sequence[Weight]) -> "Name | None":
+    def laid(self, weights: Sequence[Weight], sizes: Mapping[str, int]) -> "Name | None":
         """The line with the dims of these parameters; None if it is about others."""
-        first, own = weights[0], int(self.per_expert)
-        is_bias = first.dims == ("E",)  # the router's: one tensor for all experts in every layout
-        per_expert = self.per_expert and first.is_normal
-        if not is_bias and (first.axes[0] == "experts") != (per_expert or "E" in self.pattern):
+        first = weights[0]
+        own = int(self.per_expert)
+        has_experts = "E" in self.pattern or (self.per_expert and first.is_normal)
+        is_router_bias = first.dims == ("E",)  # one tensor for all experts in every layout
+        if not is_router_bias and has_experts != (first.axes[0] == "experts"):
             return None
-        part = self.parts[0] if self.parts else ""
-        dims = tuple("Z" if letter == part else letter for letter in first.dims[own:])
+        dims = first.dims[own:]
+        if self.parts:
+            dims = tuple("Z" if letter == self.parts[0] else letter for letter in dims)
         if self.pattern:
-            theirs = _parsed(self.pattern)
+            groups = re.findall(r"\(([^)]*)\)|(\w)", self.pattern)
+            theirs = tuple((one,) if one else tuple(many.split()) for many, one in groups)
         elif not first.is_normal:
             theirs = (dims,)
         elif first.axes[0] in ("vocab", "positions"):
@@ -79,92 +80,73 @@ class Name:
         else:
             inputs = num_inputs(first.axes[own:])
             theirs = (dims[inputs:], dims[:inputs])
-        return dataclasses.replace(self, our_dims=dims, their_dims=theirs)
+        return dataclasses.replace(self, our_dims=dims, their_dims=theirs, sizes=sizes)
 
-    def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
+    @property
+    def their_shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
-        whole = self._whole(sizes)
-        return tuple(int(np.prod([whole[letter] for letter in group])) for group in self.their_dims)
+        return tuple(math.prod(map(self._length, group)) for group in self.their_dims)
 
-    def our_shape(self, part: int, sizes: Sizes) -> tuple[int, ...]:
+    def our_shape(self, part: int) -> tuple[int, ...]:
         """The shape of a parameter in one layer (and expert)."""
-        of_part = self._whole(sizes) | ({"Z": _length(self.parts[part], sizes)} if self.parts else {})
-        return tuple(of_part[letter] for letter in self.our_dims)
+        return tuple(self._length(self.parts[part] if letter == "Z" else letter) for letter in self.our_dims)
 
-    def to_ours(self, tensor: np.ndarray, part: int, sizes: Sizes) -> np.ndarray:
+    def to_ours(self, tensor: np.ndarray, part: int) -> np.ndarray:
         """A parameter of one layer (and expert) from a tensor: a view, unless dims must be reordered."""
-        left, right = self._letters
-        whole = self._whole(sizes)
-        dims = tensor.reshape([whole[letter] for letter in left])
-        if self.parts:
-            lengths = [_length(each, sizes) for each in self.parts]
-            start = sum(lengths[:part])
-            dims = np.moveaxis(np.moveaxis(dims, left.index("Z"), 0)[start : start + lengths[part]], 0, left.index("Z"))
-            if "Z" not in right:  # each parameter has one number of it
-                dims = dims.squeeze(left.index("Z"))
-                left.remove("Z")
-        ours = dims.transpose([left.index(letter) for letter in right])
+        ours = self._view(tensor, part)
         if self.pairs:
-            ours = np.take(ours, _halves(sizes, ours.shape[right.index(self.pairs)]), axis=right.index(self.pairs))
+            axis = self.our_dims.index(self.pairs)
+            ours = np.take(ours, self._halves(ours.shape[axis]), axis)
         return ours
 
-    def to_theirs(self, parameters: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
+    def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor that holds these parameters of one layer (and expert)."""
-        left, right = self._letters
-        whole = self._whole(sizes)
-        dims = np.empty([whole[letter] for letter in left], parameters[0].dtype)
-        end = 0
+        tensor = np.empty(self.their_shape, parameters[0].dtype)
         for part, ours in enumerate(parameters):
             if self.pairs:
-                order = np.argsort(_halves(sizes, ours.shape[right.index(self.pairs)]))
-                ours = np.take(ours, order, axis=right.index(self.pairs))
-            letters = list(right)
-            if self.parts and "Z" not in right:
-                ours, letters = ours[..., None], [*right, "Z"]
-            into = dims
-            if self.parts:
-                start, end = end, end + _length(self.parts[part], sizes)
-                into = dims[(slice(None),) * left.index("Z") + (slice(start, end),)]
-            assign(into, ours.transpose([letters.index(letter) for letter in left]))
-        return dims.reshape(self.their_shape(sizes))
+                axis = self.our_dims.index(self.pairs)
+                ours = np.take(ours, np.argsort(self._halves(ours.shape[axis])), axis)
+            assign(self._view(tensor, part), ours)
+        return tensor
 
-    def reach(self, part: int, sizes: Sizes, of_part: tuple[slice, ...]) -> tuple[slice, ...]:
+    def reach(self, part: int, of_part: tuple[slice, ...]) -> tuple[slice, ...]:
         """The stretch of each of the tensor's dims that `to_ours(...)[of_part]`, which is not empty, comes from."""
-        shape = self.their_shape(sizes)
+        shape = self.their_shape
         if self.pairs:  # a half comes from all over the dim
             return tuple(slice(0, size) for size in shape)
-        stretches = []
+        stretches: list[slice] = []
         for dim, size in enumerate(shape):
             numbers = np.arange(size).reshape([-1 if other == dim else 1 for other in range(len(shape))])
-            found = self.to_ours(np.broadcast_to(numbers, shape), part, sizes)[of_part]
+            found = self._view(np.broadcast_to(numbers, shape), part)[of_part]
             found = found[tuple(slice(None if stride else 1) for stride in found.strides)]
             stretches.append(slice(int(found.min()), int(found.max()) + 1))
         return tuple(stretches)
 
-    @property
-    def _letters(self) -> tuple[list[str], tuple[str, ...]]:
-        """The letters of the tensor's and of the parameter's dims."""
-        return [letter for group in self.their_dims for letter in group], self.our_dims
+    def _view(self, tensor: np.ndarray, part: int) -> np.ndarray:
+        """The part of a tensor that is a parameter, with that one's dims."""
+        letters = list(itertools.chain(*self.their_dims))
+        dims = tensor.reshape([self._length(letter) for letter in letters])
+        if self.parts:
+            axis = letters.index("Z")
+            start = sum(map(self._length, self.parts[:part]))
+            stretch = slice(start, start + self._length(self.parts[part]))
+            dims = dims[(slice(None),) * axis + (stretch,)]
+            if "Z" not in self.our_dims:  # each parameter has one number of it
+                dims = dims.squeeze(axis)
+                letters.remove("Z")
+        return dims.transpose([letters.index(letter) for letter in self.our_dims])
 
-    def _whole(self, sizes: Sizes) -> dict[str, int]:
-        return {**sizes, "Z": sum(_length(part, sizes) for part in self.parts)}
+    def _length(self, dim: str) -> int:
+        if dim == "Z":
+            return sum(map(self._length, self.parts))
+        return int(dim) if dim.isdigit() else self.sizes[dim]
 
-
-def _length(part: str, sizes: Sizes) -> int:
-    return int(part) if part.isdigit() else sizes[part]
-
-
-@functools.cache
-def _parsed(pattern: str) -> tuple[tuple[str, ...], ...]:
-    groups = re.findall(r"\(([^)]*)\)|(\w)", pattern)
-    return tuple((one,) if one else tuple(many.split()) for many, one in groups)
-
-
-def _halves(sizes: Sizes, length: int) -> np.ndarray:
-    """Each dim's place before pairs became halves: of the rotated dims the even ones, then the odd ones."""
-    first = length - sizes["O"] if "P" in sizes else 0
-    pairs, end = np.arange(first, first + sizes["O"]), first + sizes["O"]
-    return np.concatenate([np.arange(first), pairs[0::2], pairs[1::2], np.arange(end, length)])
+    def _halves(self, length: int) -> np.ndarray:
+        """Each dim's place before pairs became halves: of the rotated dims the even ones, then the odd ones."""
+        first = length - self.sizes["O"] if "P" in self.sizes else 0
+        end = first + self.sizes["O"]
+        pairs = np.arange(first, end)
+        return np.concatenate([np.arange(first), pairs[0::2], pairs[1::2], np.arange(end, length)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,21 +167,9 @@ class Table:
     passed_over: str = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
-    def named(self, theirs: str) -> "Table":
-        """The table itself for a name with the prefix; for any other, the table without it."""
-        if not self.prefix or theirs.startswith(self.prefix):
-            return self
-        cut = functools.partial(_without, self.prefix)
-        passed_over = self.passed_over.replace(self.prefix.replace(".", r"\."), "")
-        constants = {name.removeprefix(self.prefix): value for name, value in self.constants.items()}
-        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over, constants)
 
-
-def _without(prefix: str, name: Name) -> Name:
-    return dataclasses.replace(name, theirs=name.theirs.removeprefix(prefix))
-
-
-_LAYER, _GPT2_LAYER = "model.layers.{layer}.", "transformer.h.{layer}."
+_LAYER = "model.layers.{layer}."
+_GPT2_LAYER = "transformer.h.{layer}."
 
 
 def _table(layer: tuple[Name, ...]) -> Table:
@@ -501,16 +471,16 @@ class Entry:
         return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
-def table_of(kind: str) -> Table:
-    """The table of a model_type; a run without such a model makes none."""
-
-    return TABLES[kind]
-
-
-def flat(params: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters by their paths, `layers/attention/query`."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {"/".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+def flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their paths, `layers/attention/query`, in the order of jax."""
+    leaves: dict[str, Any] = {}
+    for name in sorted(params):
+        part = params[name]
+        if isinstance(part, Mapping):
+            leaves |= {f"{name}/{path}": leaf for path, leaf in flat(part).items()}
+        else:
+            leaves[name] = part
+    return leaves
 
 
 def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, where: str) -> list[Entry]:
@@ -523,19 +493,23 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     Raises:
       UserError: a parameter has another shape than in the checkpoint, or no name in the family.
     """
-    entries, problems, named = [], [], set()
+    entries: list[Entry] = []
+    problems: list[str] = []
+    named: set[str] = set()
     for stack, (_, weights) in stacks_of(model).items():
-        layer_dims = _layer_dims(shapes, stack, weights) if stack else ()
         for line in table.layer if stack else table.root:
-            paths = [f"{stack}/{path}" if stack else path for path in line.ours]
-            held = [weights[path] for path in line.ours if path in weights]
-            name = line.laid(held) if len(held) == len(paths) and shapes.keys() >= {*paths} else None
+            paths = tuple(f"{stack}/{path}" if stack else path for path in line.ours)
+            if not (weights.keys() >= {*line.ours} and shapes.keys() >= {*paths}):
+                continue
+            held = [weights[path] for path in line.ours]
+            name = line.laid(held, model.sizes)
             if name is None:
                 continue
+            layer_dims = shapes[paths[0]][: len(shapes[paths[0]]) - len(held[0].sizes)]
             experts = held[0].sizes[0] if name.per_expert else 1
-            entries.append(Entry(name, tuple(paths), layer_dims, model.stacks[stack] if stack else (0,), experts))
+            entries.append(Entry(name, paths, layer_dims, model.stacks[stack] if stack else (0,), experts))
+            named.update(paths)
             for path, weight in zip(paths, held, strict=True):
-                named.add(path)
                 there = (*layer_dims, *weight.sizes)
                 if shapes[path] != there:
                     problems.append(f"{where}: parameter {path} is {there} there and {shapes[path]} here.")
@@ -543,11 +517,3 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     if problems:
         raise UserError(problems)
     return entries
-
-
-def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str, weights: WeightTable) -> tuple[int, ...]:
-    """The dims of a stack's parameters before those of one layer; () if the stack has none."""
-    for path, weight in weights.items():
-        if (shape := shapes.get(f"{stack}/{path}")) is not None:
-            return shape[: len(shape) - len(weight.sizes)]
-    return ()

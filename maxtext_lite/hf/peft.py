@@ -7,10 +7,11 @@ such a module, and each parameter gets a copy of it.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
+import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
-from maxtext_lite.hf.names import INPUTS_FIRST, Entry, Name, Sizes, entries_of, flat, model_of, table_of
-from maxtext_lite.hf.safetensors import DTYPES, Tensor, is_finite, mapped, stored_in, write_file
+from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, entries_of, flat, model_of
+from maxtext_lite.hf.safetensors import DTYPES, Stored, Tensor, is_finite, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
 
@@ -51,24 +52,25 @@ def export_adapters(
     Raises:
       UserError: experts have adapters, for which the library's layout has no place.
     """
-    model, leaves = model_of(keys), flat(adapters)
-    sizes = model.sizes
+    model = model_of(keys)
+    leaves = flat(adapters)
     adapted = {path.rpartition("/")[0] for path in leaves}
-    entries = [entry for entry in entries_of(table_of(kind), shapes, model, kind) if adapted & set(entry.paths)]
+    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if adapted & set(entry.paths)]
     of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
     if of_experts:
         raise UserError(
             f"lora_targets={','.join(lora.targets)} of the run adapts experts, {', '.join(of_experts)}, which PEFT "
             "has no modules for. Nearest that works: merge_lora=true."
         )
-    tensors, ranks, names = [], {}, set()
+    tensors: list[Tensor] = []
+    ranks: dict[str, int] = {}
     for entry in entries:
         present = [part for part, path in enumerate(entry.paths) if path in adapted]
-        names |= {_weight(entry.paths[part]) for part in present}
         if len(present) > 1:
             ranks[_module(entry.name.theirs)] = len(present) * lora.rank
-        tensors += _tensors(entry, present, leaves, sizes, lora.rank)
+        tensors += _tensors(entry, present, leaves, lora.rank)
     directory.mkdir(parents=True, exist_ok=True)
+    names = {_weight(path) for path in adapted}
     write_file(directory / WEIGHTS, tensors, **{SIDE_BY_SIDE: ",".join(sorted(names))})
     about = {
         "peft_type": "LORA",
@@ -102,57 +104,54 @@ def _module(theirs: str) -> str:
     return theirs.partition("{layer}.")[2].removesuffix(".weight")
 
 
-def _tensors(
-    entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], sizes: Sizes, rank: int
-) -> Iterator[Tensor]:
-    pairs = [[np.asarray(leaves[f"{entry.paths[part]}/{which}"]) for which in "ab"] for part in present]
-    num_in, num_out = _widths(entry.name, sizes, pairs[0][0].ndim - 2)
+def _tensors(entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], rank: int) -> Iterator[Tensor]:
+    of_a = [np.asarray(leaves[f"{entry.paths[part]}/a"]) for part in present]  # [L, *in, r]
+    of_b = [np.asarray(leaves[f"{entry.paths[part]}/b"]) for part in present]  # [L, r, *out]
+    num_in = math.prod(of_a[0].shape[1:-1])
+    num_out = math.prod(entry.name.their_shape) // num_in
     whole_rank = rank * len(present)
     for name, layer, _ in entry.tensor_names():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
 
         def make_a(layer: int = layer) -> np.ndarray:
-            return np.concatenate([_rows(entry.name, a[layer]) for a, _ in pairs])
+            return np.concatenate([np.moveaxis(a[layer], -1, 0).reshape(rank, num_in) for a in of_a])
 
         def make_b(layer: int = layer) -> np.ndarray:
-            of_parts = {part: b[layer] for part, (_, b) in zip(present, pairs, strict=True)}
-            return np.concatenate([_columns(entry.name, part, b, sizes) for part, b in of_parts.items()], axis=1)
+            columns = [_columns(entry.name, part, b[layer]) for part, b in zip(present, of_b, strict=True)]
+            return np.concatenate(columns, axis=1)
 
+        module = f"base_model.model.{name.removesuffix('.weight')}"
         dtype = np.dtype(np.float32)
         yield Tensor(f"{module}.lora_A.weight", (whole_rank, num_in), dtype, make_a)
         yield Tensor(f"{module}.lora_B.weight", (num_out, whole_rank), dtype, make_b)
 
 
-def _widths(name: Name, sizes: Sizes, num_inputs: int) -> tuple[int, int]:
-    """Of the module's inputs and outputs."""
-    inputs = set(name.our_dims[:num_inputs])
-    there = dict(zip(name.their_dims, name.their_shape(sizes), strict=True))
-    num_in = math.prod(size for group, size in there.items() if set(group) <= inputs)
-    return num_in, math.prod(there.values()) // num_in
-
-
-def _rows(name: Name, a: np.ndarray) -> np.ndarray:
-    """[*in, r] as [r, in]."""
-    inputs = name.our_dims[: a.ndim - 1]
-    (order,) = [group for group in name.their_dims if set(group) <= set(inputs)]
-    return np.moveaxis(a, -1, 0).transpose(0, *(1 + inputs.index(letter) for letter in order)).reshape(a.shape[-1], -1)
-
-
-def _columns(name: Name, part: int, b: np.ndarray, sizes: Sizes) -> np.ndarray:
+def _columns(name: Name, part: int, b: np.ndarray) -> np.ndarray:
     """[r, *out] of a part as [whole out, r], zero in the other parts' rows."""
-    rank, num_inputs = b.shape[0], len(name.our_dims) - (b.ndim - 1)
-    # As the weights of r inputs: the one dim of inputs then has that length.
-    first = name.our_dims[0]
-    assert num_inputs == 1 or not name.parts, name
-    if num_inputs > 1:
+    rank = len(b)
+    if len(name.our_dims) > b.ndim:  # several dims of inputs: the only part, and its outputs as they are
         return b.reshape(rank, -1).T
-    narrow = {**sizes, first: rank}
-    whole = [
-        np.zeros(name.our_shape(other, narrow), b.dtype) if other != part else b for other in range(len(name.ours))
-    ]
-    there = name.to_theirs(whole, narrow)
-    (axis,) = [axis for axis, group in enumerate(name.their_dims) if group == (first,)]
-    return np.moveaxis(there, axis, -1).reshape(-1, rank)
+    narrow = _with_inputs(name, rank)
+    whole = [np.zeros(narrow.our_shape(other), b.dtype) for other in range(len(name.ours))]
+    whole[part] = b
+    axis = name.their_dims.index(name.our_dims[:1])
+    return np.moveaxis(narrow.to_theirs(whole), axis, -1).reshape(-1, rank)
+
+
+def _from_columns(name: Name, part: int, b: np.ndarray, num_inputs: int) -> np.ndarray:
+    """A part's [r, *out] from [whole out, r], the inverse of `_columns`."""
+    rank = b.shape[1]
+    if num_inputs > 1:
+        return b.T.reshape(rank, *(name.sizes[letter] for letter in name.our_dims[num_inputs:]))
+    narrow = _with_inputs(name, rank)
+    axis = name.their_dims.index(name.our_dims[:1])
+    outputs = list(narrow.their_shape)
+    del outputs[axis]
+    return narrow.to_ours(np.moveaxis(b.reshape(*outputs, rank), -1, axis), part)
+
+
+def _with_inputs(name: Name, rank: int) -> Name:
+    """A name of weights whose one dim of inputs is as long as a rank: so B is such weights."""
+    return dataclasses.replace(name, sizes={**name.sizes, name.our_dims[0]: rank})
 
 
 def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Params:
@@ -164,21 +163,16 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
       UserError: the file's matrices are not those of the model's modules, or contain NaN or an infinity.
     """
     fields = read_object(adapter.base / "config.json")
-    kind, model = family_of(fields, str(adapter.base)), model_of(model_keys(fields, str(adapter.base / "config.json")))
-    inputs = {
-        f"{stack}/{path}": num_inputs(per_tensor_axes(weight.axes))
-        for stack, (_, weights) in stacks_of(model).items()
-        for path, weight in weights.items()
-        if stack and _weight(path) in adapter.targets.split(",")
-    }
-    entries = [entry for entry in entries_of(table_of(kind), shapes, model, kind) if inputs.keys() & set(entry.paths)]
-    read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
-    if any(len(each.targets) > 1 and each.whole == each.own <= adapter.rank for each in adapter.ranks.values()):
-        note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"
-        print(f"{note}; training changes the copies one by one", file=sys.stderr)
-    if any(each.factor != 1 for each in adapter.ranks.values()):
-        note = f"{adapter.directory}: B takes in the factor of a module whose alpha / r is not that of the others"
-        print(f"{note}; training goes on with the same scale for all", file=sys.stderr)
+    kind = family_of(fields, str(adapter.base))
+    model = model_of(model_keys(fields, str(adapter.base / "config.json")))
+    inputs: dict[str, int] = {}
+    for stack, (_, weights) in stacks_of(model).items():
+        for path, weight in weights.items():
+            if stack and _weight(path) in adapter.targets.split(","):
+                inputs[f"{stack}/{path}"] = num_inputs(per_tensor_axes(weight.axes))
+    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
+    _check_modules(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
+    stored = stored_in(adapter.directory / WEIGHTS)
     found: dict[str, Any] = {}
     for entry in entries:
         for part, path in enumerate(entry.paths):
@@ -187,7 +181,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
             parent = found
             for step in path.split("/"):
                 parent = parent.setdefault(step, {})
-            parent.update(_layers_of(entry, part, adapter, read, shapes[path], inputs[path], model.sizes))
+            parent |= _layers_of(entry, part, adapter, stored, shapes[path], inputs[path])
     return found
 
 
@@ -195,103 +189,64 @@ def _module_name(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def _matrices(adapter: Adapter, modules: set[str]) -> Callable[[str, str, tuple[int, int]], np.ndarray]:
-    """A function that reads a module's A or B, of the given shape."""
-    file, where = adapter.directory / WEIGHTS, f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
-    stored = stored_in(file)
-    for names, what in (
-        ({module for module in modules - adapter.ranks.keys() if adapter.adapts(module)}, "has no matrices for"),
-        (adapter.ranks.keys() - modules, "has matrices for modules without adapters in this model:"),
-    ):
-        if names:
-            raise UserError(
-                f"{where} {what} {any_of(sorted(names)[:3])}. All layers have them, or none, but for what "
-                "exclude_modules and layers_to_transform leave out."
-            )
-
-    def read(module: str, which: str, shape: tuple[int, int]) -> np.ndarray:
-        name = f"base_model.model.{module}.lora_{which}.weight"
-        if name not in stored or stored[name].shape != shape or stored[name].dtype not in DTYPES:
-            there = f"{list(stored[name].shape)} in {stored[name].dtype}" if name in stored else "not there"
-            raise UserError(f"{file}: {name} is {there}, and has to be {list(shape)}.")
-        matrix = mapped(stored[name]).astype(np.float32)
-        if not is_finite(matrix):
-            raise UserError(f"{file}: {name} holds NaN or infinite numbers.")
-        return matrix
-
-    return read
+def _check_modules(adapter: Adapter, modules: set[str]) -> None:
+    """Refuses a file that lacks matrices of the model's modules or has others; notes what reading changes."""
+    lacking = [module for module in modules - adapter.ranks.keys() if not adapter.fields.leaves_out(module)]
+    others = adapter.ranks.keys() - modules
+    where = f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
+    if lacking:
+        raise UserError(f"{where} has no matrices for {any_of(sorted(lacking)[:3])}: all layers have them, or none.")
+    if others:
+        raise UserError(f"{where} has matrices for {any_of(sorted(others)[:3])}, which this model has no adapters for.")
+    ranks = adapter.ranks.values()
+    if any(len(each.targets) > 1 and each.whole == each.own <= adapter.rank for each in ranks):
+        note = "a matrix A of several weights is copied to each; training changes the copies one by one"
+        print(f"{adapter.directory}: {note}", file=sys.stderr)
+    if any(each.factor != 1 for each in ranks):
+        note = "B takes in the factor of a module whose alpha / r is not that of the others"
+        print(f"{adapter.directory}: {note}", file=sys.stderr)
 
 
 def _layers_of(
     entry: Entry,
     part: int,
     adapter: Adapter,
-    read: Callable[[str, str, tuple[int, int]], np.ndarray],
+    stored: Mapping[str, Stored],
     shape: tuple[int, ...],
     inputs: int,
-    sizes: Sizes,
 ) -> dict[str, np.ndarray]:
     """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
-    counted, weights = len(entry.layer_dims), [_weight(path) for path in entry.paths]
+    counted = len(entry.layer_dims)
     lengths = shape[counted : counted + inputs]
     # Zeros for a module without an adapter: there the gradients of both matrices are 0.
     of_a = np.zeros((*shape[:counted], *lengths, adapter.rank), np.float32)
     of_b = np.zeros((*shape[:counted], adapter.rank, *shape[counted + inputs :]), np.float32)
-    num_in, num_out = _widths(entry.name, sizes, inputs)
+    num_in = math.prod(lengths)
+    num_out = math.prod(entry.name.their_shape) // num_in
     for name, layer, _ in entry.tensor_names():
         module = _module_name(name)
         if module not in adapter.ranks:
             continue
         targets, width, rank, factor = adapter.ranks[module]
-        a, b = read(module, "A", (width, num_in)), np.float32(factor) * read(module, "B", (num_out, width))
-        present = [weight for weight in weights if weight in targets]
-        start = present.index(weights[part]) * rank if rank < width else 0
-        b = b[:, start : start + rank]
-        others = [other for other in range(len(weights)) if other != part] if rank < width or present != weights else []
-        if any(_to_columns(entry.name, other, b, sizes, inputs).any() for other in others):
-            raise UserError(
-                f"{adapter.directory / WEIGHTS}: columns {start} to {start + rank - 1} of lora_B of {module} are not "
-                f"those of {weights[part]} alone, as {SIDE_BY_SIDE} in its metadata says."
-            )
+        a = _read(adapter, stored, f"{module}.lora_A", (width, num_in))
+        b = np.float32(factor) * _read(adapter, stored, f"{module}.lora_B", (num_out, width))
+        if rank < width:
+            start = targets.index(_weight(entry.paths[part])) * rank
+            a = a[start : start + rank]
+            b = b[:, start : start + rank]
         at = np.unravel_index(layer, entry.layer_dims)
-        a, b = a[start : start + rank], _to_columns(entry.name, part, b, sizes, inputs)
-        if rank > adapter.rank:
-            at_own = _own_columns(b, adapter, module)
-            a, b, rank = a[at_own], b[at_own], adapter.rank
-        of_a[at][..., :rank] = _to_rows(entry.name, a, lengths)
-        of_b[at][:rank] = b
+        of_a[at][..., :rank] = np.moveaxis(a.reshape(rank, *lengths), 0, -1)
+        of_b[at][:rank] = _from_columns(entry.name, part, b, inputs)
     return {"a": of_a, "b": of_b}
 
 
-def _own_columns(b: np.ndarray, adapter: Adapter, module: str) -> slice:
-    """Of B [several r, *out] of a weight the stretch that is not 0, or else the first."""
-    starts = range(0, len(b), adapter.rank)
-    own = [start for start in starts if b[start : start + adapter.rank].any()]
-    if len(own) > 1:
-        raise UserError(
-            f"{adapter.directory / CONFIG}: rank_pattern gives {module} {len(b)} columns, not {adapter.rank} for each "
-            f"of {', '.join(adapter.ranks[module].targets)} alone. Nearest that works: no lora_rank, as the adapter "
-            "decides it."
-        )
-    start = own[0] if own else 0
-    return slice(start, start + adapter.rank)
-
-
-def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """[r, in] as [*in, r] with inputs of these lengths, the inverse of `_rows`."""
-    inputs = name.our_dims[: len(lengths)]
-    (order,) = [group for group in name.their_dims if set(group) <= set(inputs)]
-    long = dict(zip(inputs, lengths, strict=True))
-    dims = a.reshape(len(a), *(long[letter] for letter in order))
-    return np.moveaxis(dims, 0, -1).transpose(*(order.index(letter) for letter in inputs), len(inputs))
-
-
-def _to_columns(name: Name, part: int, b: np.ndarray, sizes: Sizes, inputs: int) -> np.ndarray:
-    """A part's [r, *out] from [whole out, r], the inverse of `_columns`."""
-    rank, first = b.shape[1], name.our_dims[0]
-    if inputs > 1:
-        return b.T.reshape(rank, *(sizes[letter] for letter in name.our_dims[inputs:]))
-    narrow = {**sizes, first: rank}
-    (axis,) = [axis for axis, group in enumerate(name.their_dims) if group == (first,)]
-    outputs = [size for dim, size in enumerate(name.their_shape(narrow)) if dim != axis]
-    return name.to_ours(np.moveaxis(b.reshape(*outputs, rank), -1, axis), part, narrow)
+def _read(adapter: Adapter, stored: Mapping[str, Stored], matrix: str, shape: tuple[int, int]) -> np.ndarray:
+    file = adapter.directory / WEIGHTS
+    name = f"base_model.model.{matrix}.weight"
+    if name not in stored or stored[name].shape != shape or stored[name].dtype not in DTYPES:
+        there = f"{list(stored[name].shape)} in {stored[name].dtype}" if name in stored else "not there"
+        raise UserError(f"{file}: {name} is {there}, and has to be {list(shape)}.")
+    values = mapped(stored[name]).astype(np.float32)
+    if not is_finite(values):
+        raise UserError(f"{file}: {name} holds NaN or infinite numbers.")
+    return values

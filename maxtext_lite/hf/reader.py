@@ -45,9 +45,9 @@ class AdapterReader(HuggingFaceReader):
         self._adapter = adapter
         self.lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
 
-    def load_adapters(self, plain: Params, where: Tree, lora_rank: int | None = None) -> Params:
+    def load_adapters(self, plain: Params, where: Tree) -> Params:
         shapes = {path: tuple(leaf.shape) for path, leaf in flat(plain).items()}
-        read = read_peft_adapters(self._adapter.as_stated(lora_rank), shapes)
+        read = read_peft_adapters(self._adapter, shapes)
         shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
         return jax.tree.map(
             lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), read, shardings

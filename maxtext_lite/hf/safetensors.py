@@ -1,14 +1,11 @@
-"""Safetensors files: tensors as views of the file, and files written one tensor at a time.
+"""Safetensors files: tensors as views of the file, and files of a few gigabytes written by the library.
 
 The safetensors library opens a file and refuses one that is not in the format: a header that is invalid or too long,
 and tensors that overlap, leave gaps, do not match their shapes or end after the file. NumPy then maps the bytes at the
 header's offsets, because the library cannot give part of a tensor at the cost of that part. Measured with version 0.8
 on a tensor of 256 MiB in bfloat16, in 8 slices that are each copied once: its mapped slices take 0.35 to 0.44 s of CPU
 and keep every touched page of the file in memory until it is closed (320 MiB at the peak); its pread backend reads the
-whole tensor for each slice (2.1 to 2.6 s, 288 MiB). A view takes 0.06 to 0.13 s, and a slice of rows 66 MiB. The
-library writes all tensors of a file at once (serialize_file: 5 GB of the host's memory for a file of 5 GB, where a
-parallel mesh leaves room for one tensor), so the header and the tensors are written here. The library opens each file
-once it is written, and the tests read it with the library.
+whole tensor for each slice (2.1 to 2.6 s, 288 MiB). A view takes 0.06 to 0.13 s, and a slice of rows 66 MiB.
 Source: https://huggingface.co/docs/safetensors
 """
 
@@ -18,26 +15,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.hf.directory import INDEX, WHOLE, weight_files, weight_map
+from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
+from maxtext_lite.config.whole_file import replacing
+from maxtext_lite.hf.fields import WEIGHTS_FIELD
+
+INDEX = "model.safetensors.index.json"
+"""The index of several files."""
+WHOLE = "model.safetensors"
+"""The name of a single file."""
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The number formats that are read and written."""
 
 _PACKED: Mapping[str, np.dtype] = {
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
@@ -48,8 +53,52 @@ _PACKED: Mapping[str, np.dtype] = {
 Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
 
-FILE_BYTES = 5_000_000_000
+FILE_BYTES = 2_000_000_000  # of a file, whose tensors are in memory while it is written
 _LFS = b"version https://git-lfs"
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The files with a directory's weights: those of its index, or model.safetensors, or every .safetensors file.
+
+    Raises:
+      UserError: the index is damaged or names a missing file, one of the files is not a file, or which files count is
+        not clear.
+    """
+    names = sorted(set(weight_map(root).values()))
+    missing = [value_text(name) for name in names if not is_there(root / name)]
+    if missing:
+        raise UserError(f"{root} lacks {', '.join(missing[:10])}, which {INDEX} names.")
+    if not names and is_there(root / WHOLE):
+        names = [WHOLE]
+    files = [root / name for name in names] or sorted(root.glob("*.safetensors"))
+    for file in files:
+        check_file(file)
+    return files
+
+
+def weight_map(root: Path) -> dict[str, str]:
+    """The file of each tensor by a directory's index; {} if it has none, or another file counts.
+
+    Raises:
+      UserError: the index is damaged, or it is not clear whether it counts.
+    """
+    stated = read_object(root / "config.json").get(WEIGHTS_FIELD) if is_there(root / "config.json") else None
+    if stated not in (None, INDEX, WHOLE):
+        where = f"{root / 'config.json'}: {WEIGHTS_FIELD}={value_text(stated)}"
+        raise UserError(f"{where} is not read: it must be {WHOLE} or {INDEX}. Rename the file.")
+    if not is_there(root / INDEX) or stated == WHOLE:
+        return {}
+    names = read_object(root / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{root / INDEX} is not an index of safetensors files: it has no weight_map.")
+    for name in names.values():
+        path_below(root, name, root / INDEX)
+    if stated is None and is_there(root / WHOLE) and WHOLE not in names.values():
+        raise UserError(
+            f"{root} has {WHOLE}, which transformers reads, and {INDEX}, which names other files. Remove one, or name "
+            f"the other as {WEIGHTS_FIELD} in config.json."
+        )
+    return names
 
 
 class Stored(NamedTuple):
@@ -82,15 +131,13 @@ class SafetensorsDir:
         for file in weight_files(directory):
             for name, stored in stored_in(file).items():
                 if name in self.tensors:
-                    raise UserError(
-                        f"{directory}: {value_text(name)} is in {self.tensors[name].file.name} and in {file.name}."
-                    )
+                    first = self.tensors[name].file.name
+                    raise UserError(f"{directory}: {value_text(name)} is in {first} and in {file.name}.")
                 self.tensors[name] = stored
         for name, file_name in weight_map(directory).items():
             if name not in self.tensors or self.tensors[name].file != directory / file_name:
-                raise UserError(
-                    f"{directory / INDEX} says that {value_text(name)} is in {value_text(file_name)}, which is wrong."
-                )
+                wrong = f"{value_text(name)} is not in {value_text(file_name)}"
+                raise UserError(f"{directory / INDEX} is wrong: {wrong}.")
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames the tensors in `names` and drops the others."""
@@ -127,7 +174,7 @@ def stored_in(file: Path) -> dict[str, Stored]:
     Raises:
       UserError: it is not in the format.
     """
-    _check_format(file)
+    check_format(file)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries: dict[str, Any] = json.loads(opened.read(length))
@@ -138,10 +185,15 @@ def stored_in(file: Path) -> dict[str, Stored]:
     }
 
 
-def _check_format(file: Path) -> None:
+def check_format(file: Path) -> tuple[list[str], dict[str, str]]:
+    """The names of a file's tensors, and its metadata, once the library has checked the file.
+
+    Raises:
+      UserError: it is not in the format.
+    """
     try:
-        with safe_open(file, framework="numpy"):
-            return
+        with safe_open(file, framework="numpy") as opened:
+            return opened.keys(), opened.metadata() or {}
     except (SafetensorError, OSError) as error:
         with file.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
@@ -191,25 +243,10 @@ def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes:
 
 
 def write_file(file: Path, tensors: list[Tensor], **about: str) -> None:
-    """Writes tensors one by one into a file, which gets its name only when it is complete; `about` is metadata."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.num_bytes
-        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    with unfinished.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            value = np.asarray(tensor.make(), tensor.dtype, order="C")
-            assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
-            opened.write(value.reshape(-1).view(np.uint8).data)
-    _check_format(unfinished)
-    unfinished.replace(file)
+    """Writes tensors into a file, which gets its name only when it is complete; `about` is metadata."""
+    made = {tensor.name: np.asarray(tensor.make(), tensor.dtype, order="C") for tensor in tensors}
+    with replacing(file) as partial:
+        save_file(made, partial, {"format": "pt", **about})
 
 
 _ALIGNED_TO = 64  # bytes, as XLA aligns the arrays of a CPU
@@ -226,6 +263,9 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def assign(into: np.ndarray, source: np.ndarray) -> None:
     """`into[...] = source` in NumPy's own formats; ten times faster if the source is transposed."""
+    order = sorted(range(into.ndim), key=lambda axis: -into.strides[axis])
+    into = into.transpose(order)
+    source = source.transpose(order)
     if source.ndim < 2 or source.strides[-1] == source.itemsize:
         into[...] = source
         return
@@ -235,21 +275,21 @@ def assign(into: np.ndarray, source: np.ndarray) -> None:
 
 def as_bits(x: np.ndarray) -> np.ndarray:
     """A bfloat16 array as uint16, which NumPy copies several times faster; any other array unchanged."""
-    return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+    return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
 
 def assign_cast(into: np.ndarray, tensor: np.ndarray, source: np.ndarray) -> None:
     """`into[...] = source`, where `source` is a rearranged `as_bits(tensor)`, cast from the tensor's format."""
-    if tensor.dtype != jnp.bfloat16:
+    if tensor.dtype != ml_dtypes.bfloat16:
         assign(into, source)
-    elif into.dtype == jnp.bfloat16:
+    elif into.dtype == ml_dtypes.bfloat16:
         assign(as_bits(into), source)
     elif into.dtype == np.float32:  # a bfloat16 is its upper half
         bits = into.view(np.uint32)
         assign(bits, source)
         bits <<= 16
     else:
-        into[...] = source.view(jnp.bfloat16)
+        into[...] = source.view(ml_dtypes.bfloat16)
 
 
 _EXPONENTS = {2: 0x7C00, 4: 0x7F800000, 8: 0x7FF0000000000000}  # all of these bits set: infinite or NaN
@@ -262,5 +302,5 @@ def is_finite(x: np.ndarray) -> bool:
     Takes 0.12 s of CPU for a GB of any format; np.isfinite takes 0.7 s in bfloat16, and copying the GB 0.2 s.
     """
     bits = x.reshape(-1).view(np.dtype(f"u{x.itemsize}"))
-    mask = bits.dtype.type(0x7F80 if x.dtype == jnp.bfloat16 else _EXPONENTS[x.itemsize])
+    mask = bits.dtype.type(0x7F80 if x.dtype == ml_dtypes.bfloat16 else _EXPONENTS[x.itemsize])
     return not any((bits[start : start + _AT_ONCE] & mask).max() == mask for start in range(0, bits.size, _AT_ONCE))

@@ -23,16 +23,14 @@ def stop_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer) -> tuple[int,
     Raises:
       UserError: a file cannot be read, or its eos_token_id is not a token or a list of tokens.
     """
-    places = [place for path in paths for place in _places(path)]
-    stated = [each for place in places for each in _stop_ids_with(place, tokenizer)]
+    stated: list[int] = []
+    for path in paths:
+        root = local_copy(path, "load_parameters_path")
+        adapter = adapter_of(root) if missing_base(root) is None else None
+        roots = [root, adapter.base] if adapter else [root]  # an adapter's own files come before its base model's
+        for each in roots:
+            stated += _stop_ids_with(each, tokenizer) + _stop_ids_with(each / "hf", tokenizer)
     return tuple(dict.fromkeys([*stated, tokenizer.end_of_text_id]))
-
-
-def _places(path: str | Path) -> list[Path]:
-    """The directories with the files about a model's tokens; those of an adapter come before its base model's."""
-    root = local_copy(path, "load_parameters_path")
-    adapter = adapter_of(root) if missing_base(root) is None else None
-    return [place for each in (root, *([adapter.base] if adapter else [])) for place in (each, each / "hf")]
 
 
 def stop_ids_of(directory: Path) -> list[int]:
@@ -55,8 +53,10 @@ def stop_ids_of(directory: Path) -> list[int]:
 
 def stop_ids_in(fields: Mapping[str, Any]) -> list[Any]:
     """The eos_token_id of a file about a model, as a list."""
-    value = fields.get("eos_token_id")
-    return value if isinstance(value, list) else [] if value is None else [value]
+    value = fields.get("eos_token_id", [])
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:

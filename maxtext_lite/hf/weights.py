@@ -22,7 +22,7 @@ from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fiel
 from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.fields import JsonObject, Keys
-from maxtext_lite.hf.names import Entry, Sizes, Table, entries_of, flat, model_of, table_of
+from maxtext_lite.hf.names import TABLES, Entry, Table, entries_of, flat, model_of
 from maxtext_lite.hf.safetensors import (
     DTYPES,
     FILE_BYTES,
@@ -53,38 +53,42 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
       UserError: tensors are missing, unknown, of another shape, in a format that is not read, or contain NaN or an
         infinity; names them.
     """
-    root, where = Path(path), f"{key}={path}"
+    root = Path(path)
+    where = f"{key}={path}"
     has_hf_weights(root)
     fields = read_object(root / "config.json")
-    kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
-    files = _of_text(open_directory(root, text_fields(fields)), fields, where)
-    table = _as_named(table_of(kind), files)
-    model, leaves = model_of(keys), flat(abstract_params)
-    sizes = model.sizes
+    kind = family_of(fields, where)
+    keys = model_keys(fields, f"{root / 'config.json'}")
+    table = TABLES[kind]
+    model = model_of(keys)
+    leaves = flat(abstract_params)
+    files = open_directory(root, text_fields(fields))
+    _rename(files, fields, table, where)
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
-    _refuse_other_tensors(files, entries, table, sizes, keys, where)
+    _refuse_other_tensors(files, entries, table, keys, where)
     loaded: dict[str, jax.Array] = {}
     wrong: list[str] = []
     for entry in entries:
         for part, path in enumerate(entry.paths):
-            loaded[path] = _on_mesh(leaves[path], entry, part, files, sizes, wrong)
+            loaded[path] = _on_mesh(leaves[path], entry, part, files, wrong)
     if wrong:
         raise UserError(list(dict.fromkeys(wrong)))
-    paths = list(leaves)
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in paths])
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in leaves])
 
 
-def _of_text(files: SafetensorsDir, fields: JsonObject, where: str) -> SafetensorsDir:
-    """The files; for a model of text and images, its text part's tensors, by the names of a text model."""
-    if fields.get("model_type") not in TOWERS:
-        return files
-    names = {name: text_tensor(name) for name in files.tensors}
-    seen = sum(renamed is None for renamed in names.values())
-    files.rename({name: renamed for name, renamed in names.items() if renamed is not None})
-    print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
-    return files
+def _rename(files: SafetensorsDir, fields: JsonObject, table: Table, where: str) -> None:
+    """Gives tensors the names of the table: without those for images, and with the prefix of a whole model."""
+    if fields.get("model_type") in TOWERS:
+        names = {name: text_tensor(name) for name in files.tensors}
+        of_text = {name: renamed for name, renamed in names.items() if renamed is not None}
+        files.rename(of_text)
+        seen = len(names) - len(of_text)
+        print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
+    if not any(name.startswith(table.prefix) for name in files.tensors):
+        heads = [line.theirs for line in table.root if not line.theirs.startswith(table.prefix)]
+        files.rename({name: name if name in heads else table.prefix + name for name in files.tensors})
 
 
 _HEAD = "lm_head.weight"
@@ -98,85 +102,64 @@ def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
     return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
 
 
-def _as_named(table: Table, files: SafetensorsDir) -> Table:
-    """The table, without its prefix if the files' names have none."""
-    if any(name.startswith(table.prefix) for name in files.tensors):
-        return table
-    return table.named("")
-
-
-def _refuse_other_tensors(
-    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Keys, where: str
-) -> None:
+def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Table, keys: Keys, where: str) -> None:
     there = files.tensors
-    several = len({stored.file for stored in there.values()}) > 1
-
-    def shown(name: str) -> str:
-        return f"{name} of {there[name].file.name}" if several else name
-
+    layers = keys["base_num_decoder_layers"]
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
     if count > 2 * len(there) + 1000:
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
-    wanted = {
-        name: entry.name.their_shape(sizes) for entry in entries for name, _layer, _expert in entry.tensor_names()
-    }
-    constants = {
-        name.format(layer=layer): value
-        for name, value in table.constants.items()
-        for layer in range(keys["base_num_decoder_layers"])
-    }
-    others = [
-        f"{shown(name)} is {value_text(float(files.view(name).reshape(-1)[0]))}, not {value}"
-        for name, value in constants.items()
-        if name in there and not math.isclose(files.view(name).reshape(-1)[0], value, rel_tol=0.01)
-    ]
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        shape = entry.name.their_shape
+        wanted |= {name: shape for name, _, _ in entry.tensor_names()}
+    constants: dict[str, float] = {}
+    for name, value in table.constants.items():
+        constants |= {name.format(layer=layer): value for layer in range(layers)}
     missing = [name for name in wanted if name not in there]
-    passed_over = re.compile(table.passed_over)
-    unknown = [
-        name
-        for name, stored in there.items()
-        if name not in wanted and name not in constants and not passed_over.fullmatch(name) and math.prod(stored.shape)
-    ]
-    left_out = [name for name in unknown if _of_further_tokens(name, keys)]
-    if left_out:
-        print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
-    unknown = [name for name in unknown if name not in left_out]
+    unknown: list[str] = []
+    others: list[str] = []
+    for name, stored in there.items():
+        if name in wanted:
+            if stored.shape != wanted[name]:
+                others.append(f"{name} is {list(stored.shape)}, not {list(wanted[name])}, in {stored.file.name}")
+            elif stored.dtype not in DTYPES:
+                others.append(f"{name} is {stored.dtype}, none of {', '.join(DTYPES)}, in {stored.file.name}")
+        elif name in constants:
+            value = float(files.view(name).reshape(-1)[0])
+            if not math.isclose(value, constants[name], rel_tol=0.01):
+                others.append(f"{name} is {value}, not {constants[name]}, in {stored.file.name}")
+        elif math.prod(stored.shape) and not re.fullmatch(table.passed_over, name):
+            unknown.append(name)
+    heads = [name for name in unknown if _is_further_head(name, keys)]
+    if heads:
+        print(f"{where}: {len(heads)} tensors of heads for further tokens are left out", file=sys.stderr)
+    unknown = [name for name in unknown if name not in heads]
     if keys["logits_via_embedding"] and _HEAD in unknown and not missing:
         _refuse_untied(files, entries, where)
         unknown.remove(_HEAD)
-    shapes = [
-        f"{shown(name)} is {list(there[name].shape)}, not {list(shape)}"
-        for name, shape in wanted.items()
-        if name in there and there[name].shape != shape
-    ]
-    formats = [
-        f"{shown(name)} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES
-    ]
-    kinds = (
-        (missing, "lacks tensors of the model"),
-        (list(map(shown, unknown)), "has tensors that the model has no place for"),
-        (shapes, "has tensors of other shapes than config.json says"),
-        (others, "has constants with other values than the family's"),
-        (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
-    )
-    if problems := [_naming(f"{where} {what}", found) for found, what in kinds if found]:
+    problems = []
+    if missing:
+        tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
+        problems.append(f"{where} lacks tensors of the model: {_first(missing)}.{tied if missing == [_HEAD] else ''}")
+    if unknown:
+        problems.append(f"{where} has tensors that the model has no place for: {_first(unknown)}.")
+    if others:
+        problems.append(f"{where} has other tensors than config.json says: {_first(others)}.")
+    if problems:
         raise UserError(problems)
 
 
-def _naming(problem: str, tensors: list[str]) -> str:
-    """A problem with the first of the tensors that have it."""
+def _first(tensors: list[str]) -> str:
     more = f", and {len(tensors) - _NAMED_AT_MOST} more" if len(tensors) > _NAMED_AT_MOST else ""
-    named = ", ".join(map(value_text, tensors[:_NAMED_AT_MOST]))
-    tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
-    return f"{problem}: {named}{more}.{tied * (tensors == [_HEAD])}"
+    return ", ".join(map(value_text, tensors[:_NAMED_AT_MOST])) + more
 
 
-def _of_further_tokens(name: str, keys: Keys) -> bool:
+def _is_further_head(name: str, keys: Keys) -> bool:
     """Whether a tensor is of a head for further tokens, which the model itself does not use.
 
     DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as mtp.
     """
-    found = re.match(r"(model\.)?(layers\.(?P<layer>\d+)\.|mtp_)", name)
+    found = re.match(r"model\.(layers\.(?P<layer>\d+)\.|mtp_)", name)
     if not keys["routed_bias"] or found is None:
         return False
     return found["layer"] is None or int(found["layer"]) >= keys["base_num_decoder_layers"]
@@ -197,9 +180,7 @@ def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> N
         )
 
 
-def _on_mesh(
-    leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes, wrong: list[str]
-) -> jax.Array:
+def _on_mesh(leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, wrong: list[str]) -> jax.Array:
     """One parameter, device by device; devices with the same part get one copy each.
 
     Args:
@@ -215,15 +196,15 @@ def _on_mesh(
     arrays = []
     for bounds, holders in devices.items():
         block = aligned_empty([end - start for start, end in bounds], leaf.dtype)
-        for name, into in _filled(block, bounds, entry, part, files, sizes):
+        for name, into in _filled(block, bounds, entry, part, files):
             if not is_finite(into):
-                wrong.append(_not_finite(files, name, into.dtype))
+                wrong.append(f"{files.tensors[name].file}: {name} holds NaN or infinite numbers in {into.dtype}.")
         arrays += jax.block_until_ready([jax.device_put(block, device) for device in holders])
     return jax.make_array_from_single_device_arrays(tuple(leaf.shape), where, arrays)
 
 
 def _filled(
-    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes
+    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Fills `block`, the parameter between `bounds`, from the files.
 
@@ -237,19 +218,11 @@ def _filled(
     for place in np.ndindex(layers.shape):
         for slot, expert in enumerate(experts):
             name = entry.tensor_name(int(layers[place]), expert)
-            tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
+            tensor = files.part(name, lambda: entry.name.reach(part, rest))
             into = block[(*place, slot) if entry.name.per_expert else place]
             with np.errstate(over="ignore"):  # the caller looks for infinities
-                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])
+                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part)[rest])
             yield name, into
-
-
-def _not_finite(files: SafetensorsDir, name: str, dtype: np.dtype) -> str:
-    """A sentence about a tensor with a number that is NaN or infinite in this format."""
-    stored = files.tensors[name]
-    beyond = is_finite(np.ascontiguousarray(files.view(name)))
-    kind = f"numbers beyond those of {dtype}" if beyond else "NaN or infinite numbers"
-    return f"{stored.file}: {name} holds {kind}: it is damaged, or was saved from a run that had diverged."
 
 
 def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
@@ -258,7 +231,8 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
     Raises:
       WriteError: it cannot be written.
     """
-    keys, file = model_keys(fields, "config.json"), directory / "config.json"
+    keys = model_keys(fields, "config.json")
+    file = directory / "config.json"
     on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
     on_first_host(file, lambda: file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8"))
@@ -269,7 +243,7 @@ def export_parameters(
 ) -> None:
     """Writes parameters as a family's tensors. All processes take part; the first one writes.
 
-    The host keeps one tensor and one layer of its parameters at a time.
+    The host keeps the tensors of one file and one layer of a parameter at a time.
 
     Args:
       kind: the family's model_type.
@@ -279,10 +253,12 @@ def export_parameters(
     Raises:
       WriteError: they cannot be written.
     """
-    leaves, model, table = flat(params), model_of(keys), table_of(kind)
+    leaves = flat(params)
+    model = model_of(keys)
+    table = TABLES[kind]
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
-    tensors = list(_tensors(entries, leaves, model.sizes, written))
+    tensors = list(_tensors(entries, leaves, written))
     for name, value in table.constants.items():
         for layer in range(model.num_layers):
             tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
@@ -294,20 +270,20 @@ def export_parameters(
             tensor.make()
 
 
-def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
+def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Tensor]:
     for entry in entries:
         parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
         kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
         for name, layer, expert in entry.tensor_names():
-            make = functools.partial(_tensor, entry, parts, layer, expert, sizes)
-            yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+            make = functools.partial(_tensor, entry, parts, layer, expert)
+            yield Tensor(name, entry.name.their_shape, kept, make)
 
 
-def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int, sizes: Sizes) -> np.ndarray:
+def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int) -> np.ndarray:
     """The tensor of a layer and an expert."""
     ours = [part.layer(layer) for part in parts]
     ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-    return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
+    return entry.name.to_theirs([as_bits(x) for x in ours]).view(ours[0].dtype)
 
 
 class _Layers:

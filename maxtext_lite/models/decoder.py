@@ -20,7 +20,6 @@ from maxtext_lite.models.experts import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
-    BiasedHead,
     Block,
     BlockFactory,
     DecoderLayer,
@@ -431,7 +430,7 @@ class Decoder:
     def output_head(self, params: Params, dtype: DTypeLike) -> OutputHead:
         """The output projection in `dtype`, with its bias if there is one."""
         head_DV = self.head(params).astype(dtype)
-        return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
+        return OutputHead(head_DV, params["head"]["bias"] if self.shape.logits_bias else None)
 
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of hidden states."""

@@ -290,22 +290,17 @@ class Embedding(nnx.Module):
         return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 
 
-class BiasedHead(NamedTuple):
-    """An output projection and the bias added to its logits."""
+class OutputHead(NamedTuple):
+    """The map from final hidden states to logits [B, T, V]: a projection, and a bias or None."""
 
     projection_DV: jax.Array
-    bias_V: jax.Array
-
-
-OutputHead = jax.Array | BiasedHead
-"""The map from final hidden states to logits [B, T, V]: a projection [D, V], with or without a bias."""
+    bias_V: jax.Array | None = None
 
 
 def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
     """The head's logits [B, T, V], float32."""
-    head_DV, bias_V = head if isinstance(head, BiasedHead) else (head, None)
-    logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
-    return logits_BTV if bias_V is None else logits_BTV + bias_V.astype(jnp.float32)
+    logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head.projection_DV, preferred_element_type=jnp.float32)
+    return logits_BTV if head.bias_V is None else logits_BTV + head.bias_V.astype(jnp.float32)
 
 
 class Head(nnx.Module):

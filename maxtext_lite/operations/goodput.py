@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
@@ -30,13 +29,11 @@ class GoodputHook(Hook):
         self._goodput: Goodput | None = None
         self._has_started = False
 
-    def opened(self, run: TrainingRun[Any]) -> None:
+    def opened(self, run: TrainingRun) -> None:
         if run.is_first:
             self._goodput = Goodput(run.files.directory)
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         if self._goodput:
             self._goodput.resume(counts.step)
         self._has_started = True

@@ -28,7 +28,7 @@ from maxtext_lite.config.records import with_numbers
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.experts import ExpertWeights, dropless
-from maxtext_lite.models.layers import HEADS_AXES
+from maxtext_lite.models.layers import HEADS_AXES, OutputHead
 from maxtext_lite.models.ops import TOKENS, project_array
 from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
 from maxtext_lite.parallel import (
@@ -126,16 +126,14 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
 class KernelCheckHook(Hook):
     """Checks the kernels of a run with its first batch."""
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
 
     def before_first_step(self, rows: Rows) -> None:
         check_kernels(self._run, rows, self._say)
 
 
-def check_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:
+def check_kernels(run: TrainingRun, batch: Rows, say: Callable[[str], None]) -> None:
     """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
 
     Raises:
@@ -310,7 +308,7 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
     def kernel(rows: Rows) -> Kernel:
         how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
         both: Any = cross_entropy  # only the first of its two results is differentiated
-        return lambda x, head: both(x, head, rows["targets"], rows["weights"], how)[0]
+        return lambda x, head: both(x, OutputHead(head), rows["targets"], rows["weights"], how)[0]
 
     def plain(rows: Rows) -> Kernel:
         def loss(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:

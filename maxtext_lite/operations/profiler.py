@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -32,9 +31,7 @@ class ProfileHook(Hook):
     def __init__(self) -> None:
         self._profile: Profile | None = None
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         if run.is_first:
             demands = None if is_bucket(run.directory) else run.directory
             self._profile = Profile(run.files.directory, TracedSteps.of(run.config.profiler_steps), demands)

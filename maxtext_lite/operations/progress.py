@@ -5,9 +5,6 @@ from typing import NamedTuple
 
 from maxtext_lite.config.phases import EXIT_HANGS, Phase
 
-COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
-"""Phases without a limit while the process computes: nobody knows how long XLA compiles."""
-
 FACTOR = 4
 """A phase hangs after this many times its longest duration so far, or this many least limits if it is the first."""
 
@@ -25,7 +22,7 @@ class Stamp(NamedTuple):
     Attributes:
       step: of the phase; 0 before the first.
       position: count of places passed in the program; equal on all processes at the same place.
-      seconds: since the phase began or last advanced; in the phases of COMPUTES without those spent computing.
+      seconds: without progress, as far as they count.
       limit: of `seconds`.
       beat: a count that grows while the process runs.
       code, reason: the exit code and the error message, once it has ended.
@@ -54,17 +51,13 @@ class Stamp(NamedTuple):
     @property
     def where(self) -> str:
         """`reading of step 7`."""
-        of = " " if self.phase == "step" else " of step "
-        return self.phase + (f"{of}{self.step}" if self.step else "")
+        if not self.step:
+            return self.phase
+        return f"step {self.step}" if self.phase == "step" else f"{self.phase} of step {self.step}"
 
 
 class Verdict(NamedTuple):
-    """The reason why all processes of a run end.
-
-    Attributes:
-      text: the message without `error: `.
-      code: the exit code of all.
-    """
+    """The reason why all processes of a run end, without `error: `, and their exit code."""
 
     text: str
     code: int = EXIT_HANGS
@@ -74,16 +67,7 @@ class Seen(NamedTuple):
     """The newest stamp of a process, None before the first, and its age in seconds."""
 
     stamp: Stamp | None
-    seconds: float
-
-
-def limit_of(longest: float | None, least: float) -> float:
-    """Seconds that a phase may take.
-
-    Args:
-      longest: its longest duration in this run; None for the first of its kind, which may compile.
-    """
-    return FACTOR * least if longest is None else max(least, FACTOR * longest)
+    age: float
 
 
 def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Verdict | None:
@@ -98,52 +82,54 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
     """
     if silent := _silent(seen, silent_after):
         return Verdict(silent)
-    for i, (stamp, seconds) in seen.items():
-        if stamp and stamp.has_failed and stamp.seconds + seconds > OWN_WORDS_SECONDS:
-            return _failure(i, stamp)
-    if any(stamp is None for stamp, _ in seen.values()):
-        return None  # one has not joined yet
-    at_work = {i: (stamp, seconds) for i, (stamp, seconds) in seen.items() if stamp and not stamp.has_ended}
-    last = min((stamp.position for stamp, _ in at_work.values()), default=0)
-    behind = {i: (stamp, stamp.seconds + more) for i, (stamp, more) in at_work.items() if stamp.position == last}
-    if not behind or not all(seconds > stamp.limit for stamp, seconds in behind.values()):
+    at_work: dict[int, Stamp] = {}
+    for process, (stamp, age) in seen.items():
+        if stamp is None:
+            continue
+        if stamp.has_failed and stamp.seconds + age > OWN_WORDS_SECONDS:
+            return failure(process, stamp)
+        if not stamp.has_ended:
+            at_work[process] = stamp._replace(seconds=stamp.seconds + age)
+    if not at_work or any(stamp is None for stamp, _ in seen.values()):  # one has not joined yet
+        return None
+    last = min(stamp.position for stamp in at_work.values())
+    behind = {process: stamp for process, stamp in at_work.items() if stamp.position == last}
+    if not all(stamp.seconds > stamp.limit for stamp in behind.values()):
         return None
     if silent := _silent(seen, grace):  # they are stopped or dead, and do not merely hang
         return Verdict(silent)
-    said = [f"{_name(i, stamp)} in {stamp.where} for {seconds:.0f} s" for i, (stamp, seconds) in behind.items()]
+    names = [f"{name(i, stamp)} in {stamp.where} for {stamp.seconds:.0f} s" for i, stamp in behind.items()]
+    limit = min(stamp.limit for stamp in behind.values())
     rest = "; the others wait" if len(behind) < len(seen) else ""
-    limit = min(stamp.limit for stamp, _ in behind.values())
-    return Verdict(f"nothing moves: {_listed(said)}, more than {limit:.0f} s{rest}")
+    return Verdict(f"nothing moves: {_listed(names)}, more than {limit:.0f} s{rest}")
 
 
-def coordinator_lost(stamp: Stamp | None) -> Verdict:
-    """The verdict when process 0, through which the others know of each other, is gone or stopped."""
-    if stamp and stamp.has_failed:
-        return _failure(0, stamp)
-    last = f", last in {stamp.where}" if stamp and not stamp.has_ended else ""
-    return Verdict(f"{_name(0, stamp)} does not answer{last}")
-
-
-def _failure(process: int, stamp: Stamp) -> Verdict:
+def failure(process: int, stamp: Stamp) -> Verdict:
+    """The verdict on a process that has failed: all end with its exit code, and repeat what it says of a hang."""
+    if stamp.code == EXIT_HANGS:
+        return Verdict(stamp.reason)
     reason = f": {stamp.reason}" if stamp.reason else ""
-    return Verdict(f"{_name(process, stamp)} has failed with exit code {stamp.code}{reason}", stamp.code)
+    return Verdict(f"{name(process, stamp)} has failed with exit code {stamp.code}{reason}", stamp.code)
+
+
+def name(process: int, stamp: Stamp | None) -> str:
+    """`process 2 on node7`."""
+    coordinator = "" if process else " (coordinator)"
+    return f"process {process}{coordinator}" + (f" on {stamp.host}" if stamp else "")
 
 
 def _silent(seen: Mapping[int, Seen], after: float) -> str:
-    said = [
-        f"{_name(i, stamp)} does not answer, {seconds:.0f} s since it was in {stamp.where}"
-        if stamp
-        else f"{_name(i, stamp)} has not come"
-        for i, (stamp, seconds) in seen.items()
-        if seconds > after and not (stamp and stamp.has_ended)
-    ]
-    return _listed(said)
+    texts: list[str] = []
+    for process, (stamp, age) in seen.items():
+        if age <= after:
+            continue
+        if stamp is None:
+            texts.append(f"{name(process, stamp)} has not come")
+        elif not stamp.has_ended:
+            texts.append(f"{name(process, stamp)} does not answer, {age:.0f} s since it was in {stamp.where}")
+    return _listed(texts)
 
 
-def _name(process: int, stamp: Stamp | None) -> str:
-    return f"process {process}" + (" (coordinator)" if process == 0 else "") + (f" on {stamp.host}" if stamp else "")
-
-
-def _listed(said: list[str]) -> str:
-    more = f" and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
-    return ", ".join(said[:_MOST_NAMED]) + more
+def _listed(texts: list[str]) -> str:
+    more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return ", ".join(texts[:_MOST_NAMED]) + more

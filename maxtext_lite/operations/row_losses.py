@@ -9,7 +9,7 @@ import optax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.phases import phases
-from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_tokenizer
+from maxtext_lite.data import MixtureSource, field_dtype, load_tokenizer
 from maxtext_lite.data.excluded import left_out
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.training.arrays import Rows
@@ -47,7 +47,7 @@ class RowLoss:
     num_counted: float
 
 
-def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, int, int], list[RowLoss]]:
+def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[RowLoss]]:
     """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
 
     `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a

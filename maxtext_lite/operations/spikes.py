@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.data.mixture import Mixture, with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
@@ -15,10 +14,9 @@ from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import Hook, LossSpike, Restart
-from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, band_limit
+from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, StepLog, band_limit
 
 MOST = 5
 """The most times that a run goes back within WINDOW steps."""
@@ -69,9 +67,7 @@ class Guilty(NamedTuple):
 class SpikesHook(Hook):
     """Has a run go back to before a loss spike and leave the guilty rows out."""
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run = run
 
     def on_spike(self, error: LossSpike) -> None:
@@ -81,16 +77,14 @@ class SpikesHook(Hook):
         raise Restart(f"{error}; the run goes back", prepare)
 
 
-def refuse_to_go_back_often(run: TrainingRun[ExampleSource], spike: LossSpike) -> None:
+def refuse_to_go_back_often(run: TrainingRun, spike: LossSpike) -> None:
     """Raises the spike, with the reason, if the run has gone back too often."""
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
         often = f"the run has gone back {MOST} times within {WINDOW} steps, as {run.directory / EXCLUDED} says"
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
-def exclude_outliers(
-    run: TrainingRun[ExampleSource], say: Callable[[str], None], *, place: Place, limit: float
-) -> None:
+def exclude_outliers(run: TrainingRun, say: Callable[[str], None], *, place: Place, limit: float) -> None:
     """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
 
     Deletes first the checkpoints of the step before the spike and later, if there is an older one from which the run
@@ -132,9 +126,7 @@ def exclude_outliers(
     say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")
 
 
-def _leads_to(
-    place: Place, run: TrainingRun[ExampleSource], counts: TrainProgress, mixtures: Sequence[Mapping[str, Any]]
-) -> bool:
+def _leads_to(place: Place, run: TrainingRun, counts: TrainProgress, mixtures: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the run's steps after these counts take the examples that it has taken up to a place.
 
     They do not if the batch or the mixture changed at a later checkpoint.
@@ -152,9 +144,7 @@ def _leads_to(
     return comes_to == place.examples_seen and histories[0] == histories[1]
 
 
-def _rows_on_the_way(
-    run: TrainingRun[ExampleSource], spike: Place
-) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
+def _rows_on_the_way(run: TrainingRun, spike: Place) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
     """Repeats the steps before a spike; returns its place in the run, its rows, and the step before if it ran."""
     step = spike.step
     state, counts = run.restore_or_init()
@@ -168,12 +158,10 @@ def _rows_on_the_way(
         )
     place, before = counts.examples_seen, None
     examples = run.plan.length.step_examples
-    quiet = Terminal(log_period=1, quiet=True)
-    with contextlib.closing(FeedSteps(run, quiet, state, counts)) as steps:
+    with contextlib.closing(FeedSteps(run, state, StepLog(run, counts))) as steps:
         row_losses = make_row_losses(run)  # after pairs have their reference
         for number in range(counts.step + 1, step):
-            if not steps.ready:
-                steps.prepare(number)
+            steps.prepare(state, number)
             if number == step - 1:
                 after = place + examples(place)
                 rows, next_rows = (row_losses(state, first, examples(first)) for first in (place, after))

@@ -24,9 +24,7 @@ class MemoryHook(Hook):
         self.compiled: int | None = None
         self.measured: int | None = None
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run = run
         memory = run.plan.memory
         self._planned = memory.total if memory.is_known else None

@@ -40,9 +40,7 @@ class TrackersHook(Hook):
     def __init__(self) -> None:
         self._trackers: list[Tracker] = []
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         if not run.is_first:
             return
         directory = run.files.directory

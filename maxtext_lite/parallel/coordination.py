@@ -1,14 +1,23 @@
-"""The private part of jax's coordination service: its client, before any device is used, and its cluster detection.
+"""The private part of jax's coordination service, through which the processes of a run know each other.
 
 Tested with jax 0.10.2 and 0.11.2.
 """
 
+import ctypes
+import signal
+import socket
+from collections.abc import Callable
 from typing import Any
 
 from jax._src import clusters, distributed
 
+HEARTBEAT_SECONDS = 7 * 24 * 3600
+"""Silence of one process after which jax aborts all others; the watchdog speaks long before."""
+
 _TEXTS = "maxtext_lite_texts/"
+_STAMPS = "maxtext_lite/"
 _LONGEST_WAIT_SECONDS = 7 * 24 * 3600
+_CONNECT_SECONDS = 2.0
 
 
 def _client() -> Any:
@@ -28,6 +37,25 @@ def wait_for_text(key: str) -> str:
     return _client().blocking_key_value_get(_TEXTS + key, _LONGEST_WAIT_SECONDS * 1000)
 
 
+class Store:
+    """Keys and values that process 0 keeps for all processes. Without it both methods may block or raise anything.
+
+    It works only once jax has connected: a client that calls before makes its process abort.
+    """
+
+    def __init__(self, process: int, num_processes: int):
+        self.process = process
+        self.num_processes = num_processes
+
+    def put(self, key: str, value: str) -> None:
+        """Sets a key, whether or not it exists."""
+        _client().key_value_set(_STAMPS + key, value, allow_overwrite=True)
+
+    def all(self) -> dict[str, str]:
+        """Every key set by `put`, with its value."""
+        return {key.removeprefix(_STAMPS): value for key, value in _client().key_value_dir_get(_STAMPS)}
+
+
 def coordinator_address(method: str | None, timeout_seconds: float) -> str:
     """host:port of process 0 as jax finds it by a `cluster_detection_method`; waits until the host has an address.
 
@@ -40,3 +68,36 @@ def coordinator_address(method: str | None, timeout_seconds: float) -> str:
     if address is None:
         raise ValueError(f"jax finds no cluster by the method {method}.")
     return address
+
+
+def coordinator_answers() -> bool:
+    """Whether anything listens at the address of process 0."""
+    host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def call_if_coordinator_goes(call: Callable[[], object]) -> None:
+    """Has `call` called, in any thread, before jax aborts this process because process 0 is unreachable."""
+    global _if_gone
+    _if_gone = call
+    _LIBC.signal(signal.SIGABRT, _on_abort)
+
+
+# jax's client aborts its process as soon as the connection to process 0 ends, in a thread of its own, and the callback
+# that it could use instead cannot be written in Python. But abort() first runs a handler of SIGABRT. Python's handlers
+# wait for the main thread, so this one is C's. If process 0 does answer, the abort has another cause and proceeds.
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(number: int) -> None:
+    if coordinator_answers():
+        _LIBC.signal(number, None)  # SIG_DFL is 0
+    else:
+        _if_gone()
+
+
+_if_gone: Callable[[], object] = lambda: None  # noqa: E731
+_LIBC = ctypes.CDLL(None)
+_LIBC.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

@@ -418,8 +418,6 @@ def _uses_tpu() -> bool:
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
-    for observer in observers:
-        timeout_seconds = observer.seconds_to_join(timeout_seconds)
     # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
     watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
@@ -589,15 +587,15 @@ def _piece_of_host(piece: bytes, num_bytes: int, is_source: bool) -> bytes:
     return np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source)).tobytes()[:num_bytes]
 
 
-def make_any_host(mesh: Mesh) -> Callable[[bool], jax.Array]:
-    """A function from this host's flag to whether any host raised its own, a bool on the devices.
+def make_largest_of_hosts(mesh: Mesh) -> Callable[[int], jax.Array]:
+    """A function from this host's number to the largest of all hosts' numbers, on the devices.
 
     All hosts must call it, in the same order as their other device work; it does not wait.
     """
     split = over_all_devices(mesh)
-    any_flag = jax.jit(jnp.any, out_shardings=sharding(mesh))
+    largest = jax.jit(jnp.max, out_shardings=sharding(mesh))
 
-    def any_host(flag: bool) -> jax.Array:
-        return any_flag(jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, flag)))
+    def largest_of_hosts(number: int) -> jax.Array:
+        return largest(jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, number, np.int32)))
 
-    return any_host
+    return largest_of_hosts

@@ -11,8 +11,8 @@ from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import BYTES, count_parameters, elements_on_device
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import bytes_text, number_text
-from maxtext_lite.config.violation import Violation, around, divisors, multiples_around
+from maxtext_lite.config.errors import Refusal, bytes_text, number_text
+from maxtext_lite.config.nearest import around, divisors, multiples_around
 from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.post_training.keys import RLRunConfig
@@ -209,23 +209,23 @@ class RLBatch(SampledBatch):
         return warnings
 
 
-def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violation]:
+def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]:
     """The batch that the config states on a machine, or every broken rule."""
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
     num_devices, num_hosts = topology.num_devices, topology.num_hosts
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
-    broken: list[Violation] = []
+    broken: list[Refusal] = []
     if num_hosts > 1 and not takes_turns:
         stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
         message = f"{stated} need all devices on one host, not {num_hosts}."
         turns = dict.fromkeys(_FRACTIONS, Fraction(1))
-        broken.append(Violation("num_hosts", message, (turns, 1), rule="devices of one host"))
+        broken.append(Refusal("num_hosts", message, (turns, 1)))
     if config.rollout_engine != "local" and (wrong := _inexpressible(config)):
         message = (
             f"rollout_engine={config.rollout_engine} hands the model over as a Hugging Face directory, but {wrong}"
         )
-        broken.append(Violation("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
+        broken.append(Refusal("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
     broken += [
         _not_whole(key, getattr(config, key), num_devices)
         for key in _FRACTIONS
@@ -267,17 +267,16 @@ def _inexpressible(config: RLRunConfig) -> str | None:
     return None
 
 
-def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Violation:
-    return Violation(
+def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Refusal:
+    return Refusal(
         key,
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         "whole number.",
         (*multiples_around(Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
-        rule=f"{key} is whole",
     )
 
 
-def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
+def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Refusal]:
     """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
     if broken := _mesh_violations(config, num_devices):
         return broken
@@ -290,7 +289,7 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     elif slots % shards:
         key = "rollout_slots"
         message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
-        return [Violation(key, message, (*multiples_around(shards, slots), -1))]
+        return [Refusal(key, message, (*multiples_around(shards, slots), -1))]
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -305,7 +304,7 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     return Rollout(mesh, slots, BYTES[config.dtype] * params, slots // shards * cache)
 
 
-def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
+def _mesh_violations(config: RLRunConfig, devices: int) -> list[Refusal]:
     stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
     split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
     works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
@@ -313,7 +312,7 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
     other = {"tensor": fsdp, "fsdp": tensor}
     legal = {axis: [size for size in works[axis] if devices % (size * other[axis]) == 0] for axis in split}
     broken = [
-        Violation(
+        Refusal(
             key,
             f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
             tuple(around(legal[axis] or works[axis], value)),
@@ -328,4 +327,4 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
         "generating devices."
     )
     near = [{"rollout_tensor_parallelism": size} for size in around(legal["tensor"], tensor)]
-    return [Violation("rollout_fsdp_parallelism", message, tuple(near), rule="rollout mesh")]
+    return [Refusal("rollout_fsdp_parallelism", message, tuple(near))]

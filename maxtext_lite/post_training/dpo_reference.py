@@ -10,7 +10,7 @@ import io
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, val
 from maxtext_lite.post_training.answers import PairSource
 from maxtext_lite.post_training.preference import pairs_of
 from maxtext_lite.training.checkpoint import TrainProgress
-from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, scores_of
@@ -34,9 +33,7 @@ FILE = "reference.npz"
 """In the run directory: log-probabilities float32 [pairs, 2] by the source's fingerprint."""
 
 
-def add_reference(
-    run: TrainingRun[ExampleSource], state: TrainState, counts: TrainProgress, terminal: Terminal
-) -> None:
+def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
     """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it.
 
     Pairs that have it keep it: a run that goes back before a loss spike comes here twice. All hosts call it.
@@ -58,7 +55,7 @@ def add_reference(
         if run.is_first:
             with writing(run.directory / FILE):
                 _write(run.files.directory / FILE, tables)
-        terminal.say(
+        say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"
         )
@@ -78,7 +75,7 @@ def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSou
     return source.with_reference(tables[source.fingerprint]) if isinstance(source, PairSource) else source
 
 
-def _find(run: TrainingRun[ExampleSource], eval_step: Wrapped, params: Params, source: ExampleSource) -> np.ndarray:
+def _find(run: TrainingRun, eval_step: Wrapped, params: Params, source: ExampleSource) -> np.ndarray:
     """Log-probabilities [pairs, 2] by the pair's number; on a host that reads no data, in the order of examples."""
     where = sharding(run.mesh, EVAL_BATCH_AXES)
     with evaluation_batches(source, run.plan, sharding=where, eval_steps=-1) as batches:
@@ -95,7 +92,7 @@ def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
         np.savez(file, allow_pickle=False, **tables)
 
 
-def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
+def _read(run: TrainingRun, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """The tables in the first host's file, on every host."""
     path = run.files.directory / FILE
     found, state = None, "gone"

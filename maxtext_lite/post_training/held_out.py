@@ -33,8 +33,10 @@ class HeldOutResponses:
     def __init__(self, rl: RLRun, say: Callable[[str], None]):
         self._rl, self._say = rl, say
 
-    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[dict[str, float | int], str] | None:
-        """See `loop.Evaluation`."""
+    def evaluate(
+        self, state: TrainState, step: int, stops: Callable[[], bool]
+    ) -> tuple[dict[str, float | int], str] | None:
+        """Mean reward, accuracy and pass@k of new responses."""
         rl, each = self._rl, self._rl.config.eval_num_generations
         pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
         rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
@@ -55,7 +57,7 @@ class HeldOutResponses:
 
     def _pairs(self) -> list[tuple[Prompt, Request]]:
         """Each prompt with each of its requests, those of one prompt adjacent."""
-        rl, config, source = self._rl, self._rl.config, self._rl.run.eval_source
+        rl, config, source = self._rl, self._rl.config, self._rl.eval_prompts
         assert source is not None
         count = len(source)
         if config.eval_steps != -1:

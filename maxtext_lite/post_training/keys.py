@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import number_text, value_text
+from maxtext_lite.config.errors import Refusal, number_text, refuse, refuse_unused, value_text
 from maxtext_lite.config.keys import KEYS, Config, SourceList, keys_of, listed
 from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.nearest import around, divisors
 from maxtext_lite.config.types import (
     AtLeastOne,
     AtLeastTwo,
@@ -32,7 +33,6 @@ from maxtext_lite.config.types import (
     Temperature,
     Text,
 )
-from maxtext_lite.config.violation import Violation, around, divisors, unused, violates
 
 RL_DATASETS = ("prompts", "arithmetic")
 """The values of dataset_type that are for reinforcement learning, and only for it."""
@@ -165,17 +165,17 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
     return tuple(float(text) for text in config.reward_weights.split(","))
 
 
-def unused_arithmetic(config: RLRunConfig) -> Violation | None:
+def unused_arithmetic(config: RLRunConfig) -> Refusal | None:
     """Keys about generated problems, where prompts are read from files."""
     if config.dataset_type != "prompts":
         return None
     defaults = defaults_of(RLRunConfig)
     usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
     reason = "has no effect with dataset_type=prompts, which reads files"
-    return unused(config, usual, reason, {"dataset_type": "arithmetic"})
+    return refuse_unused(config, usual, reason, {"dataset_type": "arithmetic"})
 
 
-def _micro_batch(config: RLRunConfig) -> Violation | None:
+def _micro_batch(config: RLRunConfig) -> Refusal | None:
     key, pairs = "micro_batch_size", config.micro_batch_size
     prompts, group = config.batch_size, config.num_generations
     whole = prompts * group
@@ -184,29 +184,29 @@ def _micro_batch(config: RLRunConfig) -> Violation | None:
     legal = around([group * count for count in divisors(prompts)], pairs)
     if pairs % group:
         rule = f"is not a multiple of num_generations={group}: a group of responses is judged together"
-        return violates(config, key, rule, *legal)
+        return refuse(config, key, rule, *legal)
     rule = f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
-    return violates(config, key, rule, *legal)
+    return refuse(config, key, rule, *legal)
 
 
-def _lengths(config: RLRunConfig) -> Violation | None:
+def _lengths(config: RLRunConfig) -> Refusal | None:
     tokens, of_prompt = config.max_target_length, config.max_prefill_predict_length
     if of_prompt < tokens:
         return None
     rule = f"leaves no token of max_target_length={tokens} for a response"
     near = [tokens - 1] if tokens > 1 else []
-    return violates(config, "max_prefill_predict_length", rule, *near, {"max_target_length": of_prompt + 1})
+    return refuse(config, "max_prefill_predict_length", rule, *near, {"max_target_length": of_prompt + 1})
 
 
-def _steps(config: RLRunConfig) -> Violation | None:
+def _steps(config: RLRunConfig) -> Refusal | None:
     steps, each = config.steps, config.num_iterations
     if steps % each == 0:
         return None
     near = (count * each for count in (steps // each, steps // each + 1) if count)
-    return violates(config, "steps", f"ends in the middle of the num_iterations={each} steps on a batch", *near)
+    return refuse(config, "steps", f"ends in the middle of the num_iterations={each} steps on a batch", *near)
 
 
-def _devices(config: RLRunConfig) -> Violation | None:
+def _devices(config: RLRunConfig) -> Refusal | None:
     """Either all devices both train and sample, in turn, or each does one of the two."""
     trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
     if trainer == sampler == 1:
@@ -214,108 +214,108 @@ def _devices(config: RLRunConfig) -> Violation | None:
     if config.rollout_engine != "local":
         wrong = [key for key in _FRACTIONS if getattr(config, key) != 1]
         rule = f"leaves devices without work: with rollout_engine={config.rollout_engine} a server samples"
-        return violates(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
+        return refuse(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
     if trainer + sampler <= 1:
         return None
     rule = f"and sampler_devices_fraction={value_text(sampler)} are more than all devices, and not both 1"
     if trainer >= 1:
-        return violates(config, "trainer_devices_fraction", rule, dict.fromkeys(_FRACTIONS, Fraction(1)))
+        return refuse(config, "trainer_devices_fraction", rule, dict.fromkeys(_FRACTIONS, Fraction(1)))
     near = [{"sampler_devices_fraction": 1 - trainer}]
     if trainer.denominator not in (2, 4, 8):  # few machines have such a share of their devices
         quarters = Fraction(min(max(round(4 * trainer), 1), 3), 4)
         near.insert(0, dict(zip(_FRACTIONS, (quarters, 1 - quarters), strict=True)))
-    return violates(config, "trainer_devices_fraction", rule, *near)
+    return refuse(config, "trainer_devices_fraction", rule, *near)
 
 
-def _dataset(config: RLRunConfig) -> Violation | None:
+def _dataset(config: RLRunConfig) -> Refusal | None:
     if config.dataset_type in RL_DATASETS:
         return None
-    return violates(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
+    return refuse(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
 
 
-def _balance(config: RLRunConfig) -> Violation | None:
+def _balance(config: RLRunConfig) -> Refusal | None:
     kind = config.dataset_type
     if kind not in RL_DATASETS:
         return None
     reason = f"has no effect with dataset_type={kind}, whose rows are sampled during training"
-    return unused(config, {"balance_attention": False}, reason)
+    return refuse_unused(config, {"balance_attention": False}, reason)
 
 
-def _loss_spikes(config: RLRunConfig) -> Violation | None:
+def _loss_spikes(config: RLRunConfig) -> Refusal | None:
     plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
     reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
-    return unused(config, plain, reason)
+    return refuse_unused(config, plain, reason)
 
 
-def _long_prompts(config: RLRunConfig) -> Violation | None:
+def _long_prompts(config: RLRunConfig) -> Refusal | None:
     if config.long_examples != "truncate":
         return None
     rule = "has no effect in RL: a question that is cut short has another answer"
-    return violates(config, "long_examples", rule, "drop", "refuse")
+    return refuse(config, "long_examples", rule, "drop", "refuse")
 
 
-def _held_out_sets(config: RLRunConfig) -> Violation | None:
+def _held_out_sets(config: RLRunConfig) -> Refusal | None:
     value = config.eval_dataset_path
     if not isinstance(value, SourceList):
         return None
     rule = "lists held-out sets, which have a loss each: RL evaluates rewards, of one file"
-    return violates(config, "eval_dataset_path", rule, value.entries[0].path)
+    return refuse(config, "eval_dataset_path", rule, value.entries[0].path)
 
 
-def _packing(config: RLRunConfig) -> Violation | None:
-    return unused(config, {"packing": False}, "has no effect in RL: each prompt with its response is one row")
+def _packing(config: RLRunConfig) -> Refusal | None:
+    return refuse_unused(config, {"packing": False}, "has no effect in RL: each prompt with its response is one row")
 
 
-def _z_loss(config: RLRunConfig) -> Violation | None:
-    return unused(config, {"z_loss_multiplier": 0}, "has no effect in RL, whose loss is of ratios, not of logits")
+def _z_loss(config: RLRunConfig) -> Refusal | None:
+    return refuse_unused(config, {"z_loss_multiplier": 0}, "has no effect in RL, whose loss has ratios, no logits")
 
 
-def _schedule_unit(config: RLRunConfig) -> Violation | None:
+def _schedule_unit(config: RLRunConfig) -> Refusal | None:
     if config.schedule_unit != "tokens":
         return None
     rule = "is impossible in RL: the number of tokens in the responses is not known in advance"
-    return violates(config, "schedule_unit", rule, "steps", "examples")
+    return refuse(config, "schedule_unit", rule, "steps", "examples")
 
 
-def _template(config: RLRunConfig) -> Violation | None:
+def _template(config: RLRunConfig) -> Refusal | None:
     template, count = config.prompt_template, config.prompt_template.count("{prompt}")
     if count == 1:
         return None
     before, _, after = template.partition("{prompt}")
     near = before + "{prompt}" + after.replace("{prompt}", "")
     times = "nowhere" if count == 0 else f"{count} times"
-    return violates(config, "prompt_template", f"has {{prompt}} {times}: it must have it once", near)
+    return refuse(config, "prompt_template", f"has {{prompt}} {times}: it must have it once", near)
 
 
-def _operations(config: RLRunConfig) -> Violation | None:
+def _operations(config: RLRunConfig) -> Refusal | None:
     operations = config.arithmetic_operations
     known = "".join(dict.fromkeys(each for each in operations if each in _OPERATIONS))
     if known == operations:
         return None
     unknown = [each for each in operations if each not in _OPERATIONS]
     rule = f"has '{unknown[0]}', which is none of +, - and *" if unknown else "has an operation twice"
-    return violates(config, "arithmetic_operations", rule, known or "+-")
+    return refuse(config, "arithmetic_operations", rule, known or "+-")
 
 
-def _problems(config: RLRunConfig) -> Violation | None:
+def _problems(config: RLRunConfig) -> Refusal | None:
     most = math.isqrt(_MOST_PROBLEMS // len(config.arithmetic_operations)) - 1
     if config.arithmetic_largest <= most:
         return None
     rule = "gives more than 2**62 problems, which is more than can be numbered"
-    return violates(config, "arithmetic_largest", rule, most)
+    return refuse(config, "arithmetic_largest", rule, most)
 
 
-def endless_evaluation(config: RLRunConfig, held_out: int) -> Violation | None:
+def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
     """An evaluation of every held-out prompt, where there are as many as generated problems may be."""
     if config.eval_steps != -1 or config.eval_interval == -1 or held_out <= _MOST_HELD_OUT:
         return None
     rule = (
         f"would ask for responses to all {held_out:,} held-out prompts at each evaluation, more than {_MOST_HELD_OUT:,}"
     )
-    return violates(config, "eval_steps", rule, max(1, 1000 // config.batch_size))
+    return refuse(config, "eval_steps", rule, max(1, 1000 // config.batch_size))
 
 
-def _held_out_problems(config: RLRunConfig) -> Violation | None:
+def _held_out_problems(config: RLRunConfig) -> Refusal | None:
     """Of generated problems, some must remain to train on, and not too many may be held out."""
     if config.dataset_type != "arithmetic":
         return None
@@ -327,13 +327,13 @@ def _held_out_problems(config: RLRunConfig) -> Violation | None:
     held_out = max(1, int(Fraction(repr(config.eval_fraction)) * total))
     if held_out < total:
         return endless_evaluation(config, held_out)
-    return violates(config, "eval_fraction", f"holds out {held_out} of {total} problems and leaves none", 0.5)
+    return refuse(config, "eval_fraction", f"holds out {held_out} of {total} problems and leaves none", 0.5)
 
 
-def _reward_names(config: RLRunConfig) -> Violation | None:
+def _reward_names(config: RLRunConfig) -> Refusal | None:
     key, names = "reward_functions", reward_names(config)
     if not names:
-        return violates(config, key, "names no function", "exact_answer")
+        return refuse(config, key, "names no function", "exact_answer")
     unknown = next((name for name in names if ":" not in name and name not in SHIPPED_REWARDS), None)
     if unknown is not None:
         alike = get_close_matches(unknown, SHIPPED_REWARDS, n=1, cutoff=0)[0]
@@ -342,44 +342,44 @@ def _reward_names(config: RLRunConfig) -> Violation | None:
             f"names '{value_text(unknown, 40)}', which is none of {', '.join(SHIPPED_REWARDS)}, nor of the form "
             "module:function"
         )
-        return violates(config, key, rule, ",".join(legal))
+        return refuse(config, key, rule, ",".join(legal))
     if len(set(names)) == len(names):
         return None
     again = next(name for name in names if names.count(name) > 1)
-    return violates(config, key, f"names {value_text(again, 40)} twice", ",".join(dict.fromkeys(names)))
+    return refuse(config, key, f"names {value_text(again, 40)} twice", ",".join(dict.fromkeys(names)))
 
 
-def _reward_weights(config: RLRunConfig) -> Violation | None:
+def _reward_weights(config: RLRunConfig) -> Refusal | None:
     key, count = "reward_weights", len(reward_names(config))
     try:
         weights = (math.nan,) if "_" in config.reward_weights else reward_weights(config)  # float reads 1_0 as 10
     except ValueError:
         weights = (math.nan,)
     if not all(math.isfinite(weight) for weight in weights):
-        return violates(config, key, "has something that is not a finite number", ",".join(["1"] * count))
+        return refuse(config, key, "has something that is not a finite number", ",".join(["1"] * count))
     bounded = [min(max(weight, -_LARGEST_WEIGHT), _LARGEST_WEIGHT) for weight in weights]
     if [*weights] != bounded:
         rule = f"has a weight beyond {number_text(_LARGEST_WEIGHT)}, the largest in size"
-        return violates(config, key, rule, ",".join(map(number_text, bounded)))
+        return refuse(config, key, rule, ",".join(map(number_text, bounded)))
     if len(weights) == count:
         return None
     near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
     functions = value_text(config.reward_functions)
     rule = f"has {len(weights)} for the {count} of reward_functions={functions}"
-    return violates(config, key, rule, near, "")
+    return refuse(config, key, rule, near, "")
 
 
-def _reward_format(config: RLRunConfig) -> Violation | None:
+def _reward_format(config: RLRunConfig) -> Refusal | None:
     key, pattern, is_used = "reward_format", config.reward_format, "format" in reward_names(config)
     if not pattern and is_used:
         message = "reward_format is empty, but reward_functions names format, which compares responses with it."
-        return Violation(key, message, (".*",))
+        return Refusal(key, message, (".*",))
     if pattern and not is_used:
         used = ",".join((*reward_names(config), "format"))
         reason = f"has no effect with reward_functions={value_text(config.reward_functions)}"
-        return violates(config, key, reason, "", {"reward_functions": used})
+        return refuse(config, key, reason, "", {"reward_functions": used})
     if wrong := _wrong_pattern(pattern):
-        return violates(config, key, f"is not a regular expression ({wrong})", re.escape(pattern))
+        return refuse(config, key, f"is not a regular expression ({wrong})", re.escape(pattern))
     return None
 
 
@@ -395,7 +395,7 @@ def _wrong_pattern(pattern: str) -> str | None:
     return None
 
 
-def _sampling(config: RLRunConfig) -> Violation | None:
+def _sampling(config: RLRunConfig) -> Refusal | None:
     """Sampling that gives the same response every time: a group of equal responses teaches nothing."""
     top_k, vocabulary = config.decode_sampling_top_k, config.vocab_size
     rule = (
@@ -403,22 +403,22 @@ def _sampling(config: RLRunConfig) -> Violation | None:
         "all be the same"
     )
     if config.decode_sampling_temperature == 0:
-        return violates(config, "decode_sampling_temperature", rule, 1)
+        return refuse(config, "decode_sampling_temperature", rule, 1)
     if top_k == 1:
-        return violates(config, "decode_sampling_top_k", rule, 0, 2)
+        return refuse(config, "decode_sampling_top_k", rule, 0, 2)
     # Of the tokens that top_k leaves, the likeliest has at least this probability.
     if config.decode_sampling_nucleus_p <= 1 / min(top_k or vocabulary, vocabulary):
-        return violates(config, "decode_sampling_nucleus_p", rule, 1)
+        return refuse(config, "decode_sampling_nucleus_p", rule, 1)
     if top_k > vocabulary:
-        return violates(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)
+        return refuse(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)
     return None
 
 
-def _eval_sampling(config: RLRunConfig) -> Violation | None:
+def _eval_sampling(config: RLRunConfig) -> Refusal | None:
     if config.eval_sampling_temperature or config.eval_num_generations == 1:
         return None
     rule = "with eval_sampling_temperature=0: all responses to a prompt would be the same"
-    return violates(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
+    return refuse(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
 
 
 def server_address(url: str) -> urllib.parse.SplitResult | None:
@@ -434,31 +434,31 @@ def server_address(url: str) -> urllib.parse.SplitResult | None:
     return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
 
 
-def _rollout(config: RLRunConfig) -> Violation | None:
+def _rollout(config: RLRunConfig) -> Refusal | None:
     """A server without its URL, or keys that do not go with the engine."""
     engine, url = config.rollout_engine, config.rollout_url
     if engine == "local":
         reason = "has no effect with rollout_engine=local, which samples in this process"
-        return unused(config, {"rollout_url": ""}, reason)
+        return refuse_unused(config, {"rollout_url": ""}, reason)
     example = {"rollout_url": "http://127.0.0.1:8000"}
     if not url:
         message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
-        return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
+        return Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
     if server_address(url) is None:
         rule = "is not http:// or https:// and a host, perhaps with a port and a path"
-        return violates(config, "rollout_url", rule, example)
+        return refuse(config, "rollout_url", rule, example)
     if is_bucket(config.base_output_directory):
         message = (
             f"base_output_directory={config.base_output_directory}: with rollout_engine={engine} the weights for the "
             "server are written into the run directory, which must be a directory that the server can read."
         )
-        return Violation("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
+        return Refusal("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
     reason = f"has no effect with rollout_engine={engine}, whose server has its own devices"
     usual = {"rollout_slots": -1, "rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
-    return unused(config, usual, reason)
+    return refuse_unused(config, usual, reason)
 
 
-def _reported(config: RLRunConfig) -> Violation | None:
+def _reported(config: RLRunConfig) -> Refusal | None:
     """vLLM reports log-probabilities of the model's own distribution, or of that after temperature, top-k and top-p."""
     temperature, top_k, top_p = (getattr(config, f"decode_sampling_{key}") for key in _SAMPLING)
     if config.rollout_engine != "vllm" or temperature == 1 or (top_k == 0 and top_p == 1):
@@ -468,17 +468,17 @@ def _reported(config: RLRunConfig) -> Violation | None:
         "does not report log-probabilities of softmax(logits / temperature) over the whole vocabulary then"
     )
     whole = {"decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1.0}
-    return violates(config, "decode_sampling_temperature", rule, 1.0, whole)
+    return refuse(config, "decode_sampling_temperature", rule, 1.0, whole)
 
 
-def _correction(config: RLRunConfig) -> Violation | None:
+def _correction(config: RLRunConfig) -> Refusal | None:
     if config.rollout_correction == "truncated":
         return None
     reason = "has no effect with rollout_correction=none"
-    return unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
+    return refuse_unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
 
 
-RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
+RL_RULES: tuple[Callable[[RLRunConfig], Refusal | None], ...] = (
     _micro_batch,
     _lengths,
     _steps,

@@ -21,7 +21,6 @@ from maxtext_lite.parallel import (
     vmap_over_data,
 )
 from maxtext_lite.post_training.keys import RLRunConfig
-from maxtext_lite.post_training.prompts import PromptSource
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.loss import forward
@@ -82,7 +81,7 @@ class Reference:
       UserError: a resumed run's reference is gone, or it started without one.
     """
 
-    def __init__(self, run: TrainingRun[PromptSource], config: RLRunConfig, state: TrainState, step: int):
+    def __init__(self, run: TrainingRun, config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / REFERENCE_DIRECTORY
         path = config.load_parameters_path
@@ -118,7 +117,7 @@ class Reference:
         return self._find(self._params, rows)
 
 
-def _without_adapters(run: TrainingRun[PromptSource], config: RLRunConfig) -> Decoder:
+def _without_adapters(run: TrainingRun, config: RLRunConfig) -> Decoder:
     if not config.lora_rank:
         return run.decoder
     return make_decoder(

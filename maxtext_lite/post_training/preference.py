@@ -8,7 +8,7 @@ noisy preferences", equation 3.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +82,8 @@ class Preference:
 
     rows_per_example = 2
     divisor = "pairs"
-    divisor_dtype = np.int32
     own_sums = _REWARDS
+    reductions: ClassVar[Mapping[str, Reduction]] = dict.fromkeys(PREFERENCE_METRICS, "mean")
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
@@ -123,11 +123,6 @@ class Preference:
         rest = {name: x for name, x in aux.items() if name not in _REWARDS}
         margin = {"reward_margin": rewards["reward_chosen"] - rewards["reward_rejected"]}
         return {"pairs": count, **rewards, **margin, **auxiliary_metrics(rest, config)}
-
-    @property
-    def reductions(self) -> Mapping[str, Reduction]:
-        """All of PREFERENCE_METRICS are means."""
-        return dict.fromkeys(PREFERENCE_METRICS, "mean")
 
     def scores(self, outputs: Outputs, rows: Rows) -> PairScores:
         """The log-ratios of the examples' pairs; with a reference of 0, their log-probabilities."""

@@ -16,7 +16,7 @@ import numpy as np
 from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.order import example_ids
-from maxtext_lite.data.source import check_id, num_held_out
+from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -52,30 +52,17 @@ class Prompt:
     is_plain: bool = False
 
 
-class PromptSource:
-    """A sequence of prompts.
+class PromptSource(ExampleSource):
+    """A sequence of prompts, which a run reads in the order of examples.
 
     Attributes:
-      fingerprint: equal for sources with the same prompts in the same order, wherever their files are; a string.
       field_names: the keys that some prompt has among its `fields`.
-      notes: sentences on what the files contain and the prompts do not.
-      ends: none, because prompts have no answers.
     """
 
-    fingerprint: Any
     field_names: Any
-    notes: tuple[str, ...] = ()
-    ends: tuple[int, ...] = ()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """No entries for plan.json."""
-        return []
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __getitem__(self, number: int) -> Prompt:
-        """Raises IndexError outside [0, len)."""
+    def __getitem__(self, number: int) -> Any:
+        """A `Prompt`. Raises IndexError outside [0, len)."""
         raise NotImplementedError
 
 

@@ -33,7 +33,8 @@ class RLRun:
     """One process's part in a run of reinforcement learning.
 
     Attributes:
-      run: the trainer, whose sources are prompts.
+      run: the trainer.
+      prompts: those to train on; `eval_prompts`: the held-out ones.
       config: the user's.
       batch: the arithmetic of its batches.
       policy: the objective of a step.
@@ -42,7 +43,9 @@ class RLRun:
       stop_token_ids: tokens after which a response ends.
     """
 
-    run: TrainingRun[PromptSource]
+    run: TrainingRun
+    prompts: PromptSource
+    eval_prompts: PromptSource | None
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
@@ -150,7 +153,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         if rewards is not None:
             rewards.close()
         raise
-    return RLRun(run, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
+    return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
 
 
 def _refuse_other_prompts(fingerprints: list[str | None]) -> None:

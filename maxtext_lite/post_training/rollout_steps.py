@@ -25,14 +25,12 @@ from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waitin
 from maxtext_lite.post_training.rollout import Request
 from maxtext_lite.post_training.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
-from maxtext_lite.training.hooks import Callback, Hook
+from maxtext_lite.training.hooks import Callback
 from maxtext_lite.training.loop import RunResult, train_run
-from maxtext_lite.training.metrics import JsonLines, Terminal
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import ChunkedStep
-from maxtext_lite.training.step_log import StepResult
+from maxtext_lite.training.step_log import StepLog, StepResult, open_lines
 
 TRAINING = 0
 """The first int of a request's key; `held_out` uses another."""
@@ -64,16 +62,13 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
         phases.mark("data")
         return train_run(
             rl.run,
-            lambda terminal, state, counts, hooks: (
-                RolloutSteps(rl, terminal, state, counts, hooks),
-                HeldOutResponses(rl, terminal.say),
-            ),
+            lambda _, state, log: (RolloutSteps(rl, state, log), HeldOutResponses(rl, log.say)),
             callbacks,
         )
 
 
 class RolloutSteps:
-    """The steps after those of `counts`, one or several on each batch of responses; see `training.loop.StepSource`.
+    """The steps after those of a log, one or several on each batch of responses; see `training.loop.StepSource`.
 
     While one chunk is trained on, the next is sampled or judged.
 
@@ -82,13 +77,14 @@ class RolloutSteps:
     """
 
     ahead = False
-    ready = True
 
-    def __init__(
-        self, rl: RLRun, terminal: Terminal, state: TrainState, counts: TrainProgress, hooks: Sequence[Hook] = ()
-    ):
-        run, config = rl.run, rl.config
-        self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
+    def __init__(self, rl: RLRun, state: TrainState, log: StepLog):
+        run, config, counts = rl.run, rl.config, log.counts
+        self._rl = rl
+        self._run = run
+        self._config = config
+        self._batch = rl.batch
+        self._say = log.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
         step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
         self._new_sums: Callable[[], StepGradients] = step.start
@@ -101,7 +97,7 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
-        self._hooks = hooks
+        self._hooks = log.hooks
         self._has_said, self._equal_batches, self._has_begun = False, 0, False
         self._has_updated = False
         self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
@@ -109,17 +105,14 @@ class RolloutSteps:
             self._say("the policy begins with random weights: load_parameters_path names no model")
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
-        # An evaluation before the first step has step 0.
-        self._rollouts, self._timeline = (
-            run.open_log(functools.partial(JsonLines, run.files.directory / name, counts.step or -1), self._say)
-            for name in ("rollouts.jsonl", "timeline.jsonl")
-        )
+        self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
+        self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
 
-    def prepare(self, step: int) -> None:
+    def prepare(self, state: TrainState, step: int) -> None:
         """Nothing: programs are compiled at their first use."""
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
-        """See `training.loop.StepSource`; returns once the step is done."""
+        """Takes a step, on new responses or on those of the step before; returns once it is done."""
         phases.enter("rollout", step)
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
@@ -241,7 +234,7 @@ class RolloutSteps:
         def sample(chunk: int) -> Sampled:
             places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
             pairs = [(place, generation) for place in places for generation in range(config.num_generations)]
-            prompts = [self._run.source[int(numbers[place])] for place, _ in pairs]
+            prompts = [rl.prompts[int(numbers[place])] for place, _ in pairs]
             requests = [
                 Request(prompt.token_ids, (TRAINING, first + place, generation))
                 for prompt, (place, generation) in zip(prompts, pairs, strict=True)
@@ -266,7 +259,7 @@ class RolloutSteps:
         return example_ids(
             self._prompts_seen,
             self._batch.prompts_per_batch,
-            num_examples=len(self._run.source),
+            num_examples=len(self._rl.prompts),
             seed=self._config.data_shuffle_seed,
         )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, UserError, adapted_weights
-from maxtext_lite.config.bucket import absolute, is_bucket, original
+from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.mixture import MIXTURE
@@ -29,17 +29,7 @@ from maxtext_lite.training.parameter_files import (
     parameter_items,
     reshaped,
 )
-from maxtext_lite.training.saving import (
-    FORMAT,
-    Saver,
-    check,
-    quarantine,
-    read_about,
-    read_arrays,
-    remove,
-    remove_leftovers,
-    saved_shapes,
-)
+from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, saved_shapes, store_of
 from maxtext_lite.training.state import OF_REPLICAS, TrainState
 
 _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "excluded_rows")
@@ -59,28 +49,36 @@ steps, each as on a command line; `parameters`, the absolute load_parameters_pat
 def append_restart(
     before: Sequence[Mapping[str, Any]], config: Config, plan: BatchPlan, step: int, examples_seen: int
 ) -> RestartHistory:
-    """The starts with this one, which begins after `step` steps, if it differs from the last."""
-    settings = {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS}
-    end, batch = list(plan.length.end_after(step, examples_seen)), plan.global_batch_to_train
-    path = config.load_parameters_path and str(absolute(original(config.load_parameters_path, "load_parameters_path")))
-    now = {"step": step, "end": end, "batch": batch, "settings": settings, "parameters": path}
-    same = before and {**before[-1], "step": step} == now
-    return [*map(dict, before)] if same else [*map(dict, before), now]
+    """The history with this start, which begins after `step` steps, if it differs from the last."""
+    path = config.load_parameters_path
+    now = {
+        "step": step,
+        "end": list(plan.length.end_after(step, examples_seen)),
+        "batch": plan.global_batch_to_train,
+        "settings": {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS},
+        "parameters": path and str(absolute(original(path, "load_parameters_path"))),
+    }
+    history = [dict(start) for start in before]
+    if history and history[-1] | {"step": step} == now:
+        return history
+    return [*history, now]
 
 
 def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     """The settings with which a step was taken, as `key=value`; [] if it is older than all starts."""
-    found = [start["settings"] for start in starts if start["step"] < step]
-    return [f"{key}={value}" for key, value in found[-1].items() if key in Config.model_fields] if found else []
+    for start in reversed(starts):
+        if start["step"] < step:
+            return [f"{key}={value}" for key, value in start["settings"].items() if key in Config.model_fields]
+    return []
 
 
 def first_parameters(starts: Sequence[Mapping[str, Any]]) -> str | None:
     """The load_parameters_path of a run's first start; None if it is not known."""
-    return starts[0].get("parameters") if starts and starts[0]["step"] == 0 else None
+    return starts[0]["parameters"] if starts and starts[0]["step"] == 0 else None
 
 
 def resume_between(starts: Sequence[Mapping[str, Any]], after: int, step: int) -> int | None:
-    """The first step, of those after `after` and before `step`, after which the run resumed with others; None: none."""
+    """The first resume in (after, step) that changed what decides the steps; None: there is none."""
     for before, start in itertools.pairwise(starts):
         if after < start["step"] < step and _decides_steps(before) != _decides_steps(start):
             return start["step"]
@@ -88,13 +86,13 @@ def resume_between(starts: Sequence[Mapping[str, Any]], after: int, step: int) -
 
 
 def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the steps of a start: its length only where that has a part in them."""
+    """What decides the steps of a start; its length only if the data or the learning rate depends on it."""
     settings: dict[str, str] = start["settings"]
-    found = {"batch": start["batch"], "settings": settings}
+    found = {key: start[key] for key in ("batch", "settings", "end")}
     by_end = _depends_on_end(settings["learning_rate_schedule"], Fraction(settings["warmup_steps"]))
     if settings["num_epochs"] == "0" and not by_end:
-        return {**found, "settings": {**settings, "steps": ""}}
-    return {**found, "end": start["end"]}
+        found |= {"settings": {**settings, "steps": ""}, "end": None}
+    return found
 
 
 def _depends_on_end(schedule: str, warmup_steps: int | Fraction) -> bool:
@@ -103,68 +101,65 @@ def _depends_on_end(schedule: str, warmup_steps: int | Fraction) -> bool:
 
 
 def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """A sentence on the batch of a run that has just got another size; [] for any other run.
-
-    Args:
-      starts: with the one that begins after `step` steps.
-    """
+    """A sentence on the batch of a run if the start after `step` steps, its last, has changed the size; else []."""
     if len(starts) < 2 or starts[-1]["step"] != step or starts[-1]["batch"] == starts[-2]["batch"]:
         return []
     before, now = starts[-2:]
+    moved = f"{now['batch']:,} instead of {before['batch']:,} after step {step:,}"
     if plan.rl:
-        why = "batch_size or num_generations has changed"
-        return [f"a batch is {now['batch']:,} responses instead of {before['batch']:,} after step {step:,}: {why}"]
+        return [f"a batch has {moved} responses: batch_size or num_generations has changed"]
     changed = [key for key in _OF_BATCH if before["settings"].get(key) != now["settings"].get(key)]
     why = ", ".join(f"{key}={now['settings'][key]} instead of {before['settings'].get(key)}" for key in changed)
     if not changed:  # each device has as many examples as before
         devices = plan.num_devices * before["batch"] // now["batch"]
         why = f"the run has {plan.num_devices:,} devices instead of {devices:,}"
         why += f"; global_batch_size={before['batch']} keeps it"
-    return [f"global_batch_to_train is {now['batch']:,} instead of {before['batch']:,} after step {step:,}: {why}"]
+    return [f"global_batch_to_train is {moved}: {why}"]
 
 
 def schedule_change_note(
     config: OptimizerConfig, plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
 ) -> list[str]:
-    """A sentence on the learning rate of a run whose schedule has just got another end or shape; [] for any other.
-
-    Args:
-      starts: with the one that begins after `step` steps. Versions that listed none ended the schedule where a run
-        with this batch and length from its first step would end.
-    """
-    if not starts or starts[-1]["step"] != step:
+    """A sentence if the last start, after `step` steps, has moved or changed the learning rate's schedule; else []."""
+    if len(starts) < 2 or starts[-1]["step"] != step:
         return []
-    now = starts[-1]
-    before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.length.end_after(0, 0)}
+    before, now = starts[-2:]
     schedule = {key: type(getattr(config, key))(before["settings"][key]) for key in _OF_SCHEDULE}
-    schedule["warmup_steps"] = Fraction(before["settings"]["warmup_steps"])
-    then, rates = config.model_copy(update=schedule), list[str]()
-    for each, start in ((then, before), (config, now)):
-        (last_step, last_example), batch = start["end"], start["batch"]
-        # Skipped steps are not known here; tokens are taken to be as many in each example.
-        in_steps = each.schedule_unit == "steps"
-        u, last = (step, float(last_step)) if in_steps else (examples_seen / batch, last_example / batch)
-        at = np.float64(u)
-        rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, last, np)):.1%}")
-    noun, index = ("step", 0) if config.schedule_unit == "steps" else ("example", 1)
-    old_end, end = before["end"][index], now["end"][index]
-    ends = old_end != end and all(_depends_on_end(x.learning_rate_schedule, x.warmup_steps) for x in (then, config))
-    is_constant = "constant" in (then.learning_rate_schedule, config.learning_rate_schedule)
-    if rates[0] == rates[1] and (is_constant or not ends):
+    old_config = config.model_copy(update={**schedule, "warmup_steps": Fraction(before["settings"]["warmup_steps"])})
+    old_rate = _relative_rate(old_config, before, step, examples_seen)
+    rate = _relative_rate(config, now, step, examples_seen)
+    unit = 0 if config.schedule_unit == "steps" else 1
+    old_end, end = before["end"][unit], now["end"][unit]
+    schedules = [(each.learning_rate_schedule, each.warmup_steps) for each in (old_config, config)]
+    is_end_moved = old_end != end and all(_depends_on_end(*each) for each in schedules)
+    is_constant = any(name == "constant" for name, _ in schedules)
+    if old_rate == rate and (is_constant or not is_end_moved):
         return []
-    what = f"ends with this run, at {noun} {end:,} instead of {old_end:,}" if ends else "has changed"
-    peaks = [start["settings"]["learning_rate"] for start in (before, now)]
-    old, new = ("its peak", "its peak") if peaks[0] == peaks[1] else (f"learning_rate={peak}" for peak in peaks)
-    instead = rates[0] if old == new else f"{rates[0]} of {old}"
-    return [
-        f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of {new} instead of "
-        f"{instead}"
-    ]
+    what = "has changed"
+    if is_end_moved:
+        what = f"ends with this run, at {('step', 'example')[unit]} {end:,} instead of {old_end:,}"
+    old_peak, peak = before["settings"]["learning_rate"], now["settings"]["learning_rate"]
+    rates = f"{rate} of its peak instead of {old_rate}"
+    if old_peak != peak:
+        rates = f"{rate} of learning_rate={peak} instead of {old_rate} of learning_rate={old_peak}"
+    return [f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates}"]
+
+
+def _relative_rate(config: OptimizerConfig, start: Mapping[str, Any], step: int, examples_seen: int) -> str:
+    """The learning rate at this progress under the schedule of a start, as a share of its peak.
+
+    Skipped steps are not known here, and all examples are taken to have as many tokens.
+    """
+    last_step, last_example = start["end"]
+    u, last = float(step), float(last_step)
+    if config.schedule_unit != "steps":
+        u, last = examples_seen / start["batch"], last_example / start["batch"]
+    at = np.float64(u)
+    return f"{float(decay(config, at, last, np) * warm_up(config, at, last, np)):.1%}"
 
 
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
 CONFIGURED_OBJECTIVE = "configured"  # that of dataset_type
-_REPLICAS = "diloco_num_replicas"  # None: without local updates
 _DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
@@ -200,19 +195,23 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
       data: the training source's fingerprint (content, tokenizer, length, packing, split).
     """
     keys = [*_MODEL_KEYS, "weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type"]
-    keys += ["max_target_length", "packing"]
+    keys += ["max_target_length", "packing", *config.fingerprint_keys]
     values = config.model_dump(include=set(keys))  # as JSON values
-    values["lora_targets"] = ",".join(adapted_weights(config))
-    values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
+    values |= {
+        "lora_targets": ",".join(adapted_weights(config)),
+        "dtype": "float16" if config.dtype == "float16" else "other than float16",  # has a loss scale in its state
+        "enable_diloco": num_replicas is not None,
+        "eval_fraction": config.held_out_fraction,
+        _DATA: data,
+    }
     if config.weight_dtype != "float32" and not config.lora_rank:  # adapters are float32
         values["master_weights"] = config.master_weights
-    values[_REPLICAS] = num_replicas
     if num_replicas is not None:
-        values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
+        values["diloco_num_replicas"] = num_replicas
+        values["diloco_outer_momentum"] = "above 0" if config.diloco_outer_momentum else "0"
     if config.optimizer == "sgd":
-        values["sgd_momentum is 0"] = config.sgd_momentum == 0
-    values |= config.model_dump(include=set(config.fingerprint_keys))
-    return values | {"eval_fraction": config.held_out_fraction, _DATA: data}
+        values["sgd_momentum"] = "above 0" if config.sgd_momentum else "0"
+    return values
 
 
 class CheckpointReader:
@@ -233,10 +232,10 @@ class CheckpointReader:
         self._newest: int | None = None
 
     def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
-        """The same reader, set to restore the newest intact checkpoint before this step; says which are damaged."""
+        """Sets the reader to the newest intact checkpoint before this step, and returns it; says which are damaged."""
         for step in reversed(value_of_host(0, steps_in(self._directory))):
             path = self._directory / str(step)
-            problem = check(path, () if step < before else ("about",)).problem
+            problem = check(path, () if step < before else ("about",))
             if problem is not None:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
@@ -266,24 +265,19 @@ class CheckpointReader:
             raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
         self.mixtures, self.starts = self.mixtures or about["mixtures"], about["starts"]
-        wanted = {"params": abstract.model_params, "update_state": abstract.update_state}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
-        as_saved = {
-            "params": layout.as_saved(abstract.model_params),
-            "update_state": {
-                # In the state of each replica, the dim of replicas comes before those of layers.
-                part: layout.as_saved(tree, before=int(abstract.outer is not None and part in OF_REPLICAS))
-                for part, tree in abstract.update_state.items()
-            },
-        }
-        restored = read_arrays(path, as_saved)
-        restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
-        counts = _counts(about)
-        steps_done, skipped_in_a_row = (
-            jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
-            for count in (step, counts.skipped_in_a_row)
-        )
-        state = _joined(restored["params"], restored["update_state"], steps_done, skipped_in_a_row)
+        update_state = {}
+        for part, tree in abstract.update_state.items():
+            # In the state of each replica, the dim of replicas comes before those of layers.
+            is_replicated = abstract.outer is not None and part in OF_REPLICAS
+            update_state[part] = layout.as_saved(tree, before=int(is_replicated))
+        restored = read_arrays(path, {"params": layout.as_saved(abstract.model_params), "update_state": update_state})
+        params = reshaped(restored["params"], abstract.model_params)
+        update_state = reshaped(restored["update_state"], abstract.update_state)
+        counts = _progress(about)
+        numbers = [jax.numpy.asarray(count, abstract.step.dtype) for count in (step, counts.skipped_in_a_row)]
+        steps_done, skipped_in_a_row = jax.device_put(numbers, abstract.step.sharding)
+        state = _joined(params, update_state, steps_done, skipped_in_a_row)
         if abstract.frozen is not None:
             frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
             state = dataclasses.replace(state, frozen=frozen)
@@ -299,19 +293,18 @@ class CheckpointReader:
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here = self._fingerprint
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
-        if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
+        if any(each[_DATA].startswith(MIXTURE) for each in (here, saved)):
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources
-        where = f"the checkpoint of step {step} in {self._directory}"
         keys = [key for key in keys if key != _DATA] or keys  # if another key differs, the content does too
+        # What only one of them has belongs to another key, such as the optimizer.
         both = [key for key in keys if (key in here and key in saved) or OWN in (here.get(key), saved.get(key))]
-        if told := both or keys:  # what only one of them has belongs to another key, such as the optimizer
-            raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in told)
+        if keys:
+            where = f"the checkpoint of step {step} in {self._directory}"
+            raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in both or keys)
 
 
 class Checkpointer(CheckpointReader):
-    """The checkpoints of one run directory. A checkpoint counts once it has its name; see `saving`.
-
-    All hosts call its methods, except `close`.
+    """The checkpoints of one run directory. All hosts call its methods, except `close`.
 
     Args:
       say: takes messages about checkpoints, some from a background thread; called on the first host.
@@ -329,7 +322,7 @@ class Checkpointer(CheckpointReader):
         super().__init__(run_directory, fingerprint)
         self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
         self._say = say if jax.process_index() == 0 else lambda _: None
-        on_first_host(self._directory, self._prepare)
+        on_first_host(self._directory, lambda: store_of(self._directory).remove_leftovers(self._directory))
         self._saver = Saver(before)
         self._newest = self._find_newest()
 
@@ -346,7 +339,7 @@ class Checkpointer(CheckpointReader):
         if self._newest == counts.step:
             return
         if state.frozen is not None and self._newest is None:
-            self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda _: None)
+            self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda: None)
         about = {"format": FORMAT, **dataclasses.asdict(counts), "fingerprint": self._fingerprint}
         about["layer_dims"] = list(layer_dims_of(state.plain_params))
         about |= {"mixtures": self.mixtures, "starts": self.starts}
@@ -358,7 +351,7 @@ class Checkpointer(CheckpointReader):
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
         self._newest = counts.step
-        self._saver.start(self._directory / str(counts.step), items, lambda said: self._counts_now(counts.step, said))
+        self._saver.start(self._directory / str(counts.step), items, lambda: self._delete_old(counts.step))
         if self._waits:
             self.wait()
 
@@ -375,10 +368,9 @@ class Checkpointer(CheckpointReader):
         shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
         if shapes != wanted:
             raise UserError(
-                f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
-                f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
-                "with; after that batch they may change."
+                f"the checkpoint of step {step} in {self._directory} was saved between two updates on a batch of "
+                f"shapes {shapes}, here {wanted}. Resume with the batch_size, micro_batch_size, grpo_beta, "
+                "rollout_engine, rollout_correction and devices of then."
             )
         return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
@@ -395,11 +387,11 @@ class Checkpointer(CheckpointReader):
         steps = value_of_host(0, steps_in(self._directory))
         for step in reversed([step for step in steps if step < before]):
             path = self._directory / str(step)
-            if check(path).problem is None:
+            if check(path) is None:
                 about = read_about(path)
-                if suits(_counts(about), about["mixtures"]):
-                    later = [self._directory / str(each) for each in steps if each > step]
-                    on_first_host(self._directory, lambda later=later: [*map(remove, later)])
+                if suits(_progress(about), about["mixtures"]):
+                    later = [each for each in steps if each > step]
+                    on_first_host(self._directory, lambda later=later: self._delete(later))
                     self._newest = step
                 return
 
@@ -420,74 +412,64 @@ class Checkpointer(CheckpointReader):
         """Waits for the current save and ends the threads; a host may call it alone."""
         self._saver.close()
 
-    def _prepare(self) -> None:
-        if not is_bucket(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self._directory)
-
     def _find_newest(self) -> int | None:
-        """The newest intact checkpoint; later ones are set aside with a message.
+        """The newest intact checkpoint; later ones are quarantined with a message.
 
         Raises:
           UserError: there are checkpoints, but all are damaged.
         """
         damaged: dict[int, str] = {}
         for step in reversed(value_of_host(0, steps_in(self._directory))):
-            found = check(self._directory / str(step))
-            if found.problem is None:
-                self._set_aside(damaged)
-                self._say(f"checkpoint of step {step}: {found.summary}")
+            problem = check(self._directory / str(step))
+            if problem is None:
+                for later, problem in damaged.items():
+                    self._quarantine(later, problem)
                 return step
-            damaged[step] = found.problem
+            damaged[step] = problem
         if not damaged:
             return None
-        said = "; ".join(f"{problem} in that of step {step}" for step, problem in damaged.items())
+        problems = "; ".join(f"{problem} in that of step {step}" for step, problem in damaged.items())
         raise UserError(
-            f"no checkpoint in {full_text(self._directory)} is whole: {full_text(said)}. Put the files back from a "
+            f"no checkpoint in {full_text(self._directory)} is whole: {full_text(problems)}. Put the files back from a "
             "copy, or use another run_name, which starts over."
         )
 
-    def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Sets damaged checkpoints aside, with a message."""
-        for step, problem in damaged.items():
-            directory = self._directory / str(step)
-            aside = on_first_host(directory, lambda directory=directory: str(quarantine(directory)))
-            self._say(
-                f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is set aside as {aside}, and the "
-                "one before it is taken"
-            )
+    def _quarantine(self, step: int, problem: str) -> None:
+        directory = self._directory / str(step)
+        aside = on_first_host(directory, lambda: str(store_of(directory).quarantine(directory)))
+        self._say(
+            f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is set aside as {aside}, and the "
+            "one before it is taken"
+        )
 
-    def _counts_now(self, step: int, said: str) -> None:
-        """Notes that a checkpoint has its name, and only then deletes old ones."""
-        self._say(f"saved step {step}: {said}")
-        for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
-            remove(self._directory / str(old))
+    def _delete(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            store_of(self._directory).remove(self._directory / str(step))
+
+    def _delete_old(self, step: int) -> None:
+        """Deletes old checkpoints once that of this step counts."""
+        self._say(f"saved step {step}")
+        self._delete([each for each in steps_in(self._directory) if each <= step][: -self._to_keep])
 
 
-def _counts(about: Mapping[str, Any]) -> TrainProgress:
-    return TrainProgress(
-        **{name: about[name] for name in ("step", "examples_seen", "tokens_seen")},
-        skipped_in_a_row=about["skipped_in_a_row"],
-        noise=NoiseScale(**about["noise"]),
-        losses=tuple(about["losses"]),
-    )
+def _progress(about: Mapping[str, Any]) -> TrainProgress:
+    values = {field.name: about[field.name] for field in dataclasses.fields(TrainProgress)}
+    values |= {"noise": NoiseScale(**about["noise"]), "losses": tuple(about["losses"])}
+    return TrainProgress(**values)
 
 
 def _contradiction(key: str, here: object, saved: object, where: str) -> str:
     """The refusal of a key of the fingerprint whose value is not that of a checkpoint."""
     if key == _DATA:
-        use = "Use the text and the tokenizer that the run began with"
-        return f"{_DATA}: its content or its tokenizer is not that of {where}. {use}, or another run_name."
+        return (
+            f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that the "
+            "run began with, or another run_name."
+        )
     if OWN in (here, saved):
         began, use = ("with", "Pass it again") if saved == OWN else ("without", "Leave it out")
         return f"{where} is of a run that began {began} {key}=... passed from Python. {use}, or use another run_name."
-    if key == _REPLICAS and None in (here, saved):
-        key, here, saved = "enable_diloco", here is not None, saved is not None
-    key, _, special = key.partition(" is ")
-    if special and here:
-        return f"{key}={special} contradicts {where}, which has another. Use another {key}, or another run_name."
-    stated, use = (key, special) if special else (f"{key}={setting_text(here)}", setting_text(saved))
-    return f"{stated} contradicts {where}, which has {key}={use}. Use {key}={use}, or another run_name."
+    use = f"{key}={setting_text(saved)}"
+    return f"{key}={setting_text(here)} contradicts {where}, which has {use}. Use {use}, or another run_name."
 
 
 def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:

@@ -6,8 +6,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -17,14 +17,12 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data import Balance, ExampleSource, MixtureSource
+from maxtext_lite.data import Balance, MixtureSource
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.compile import Executables, ProgramMemory, raising_out_of_memory
-from maxtext_lite.training.hooks import Hook
-from maxtext_lite.training.metrics import Terminal, evaluation_text
+from maxtext_lite.training.metrics import evaluation_text
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -37,42 +35,39 @@ from maxtext_lite.training.step import (
     make_train_step,
     scores_of,
 )
-from maxtext_lite.training.step_log import StepResult
+from maxtext_lite.training.step_log import StepLog, StepResult
 
 Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of `counts`, from their place in the data; see `loop.StepSource`.
+    """The steps after those of a log, each on the next batch of the data; see `loop.StepSource`.
 
     Args:
-      hooks: of the run.
+      state: restored or new.
     Raises:
       UserError: the objective cannot start, as where a resumed DPO run's pairs have changed.
     """
 
     ahead = True
 
-    def __init__(
-        self,
-        run: TrainingRun[ExampleSource],
-        terminal: Terminal,
-        state: TrainState,
-        counts: TrainProgress,
-        hooks: Sequence[Hook] = (),
-    ):
+    def __init__(self, run: TrainingRun, state: TrainState, log: StepLog):
+        counts = log.counts
         if starts := run.config.objective_kind.starts:
-            resolve(starts)(run, state, counts, terminal)
-        self._run, self._plan, self._say = run, run.plan, terminal.say
+            resolve(starts)(run, state, counts, log.say)
+        self._run = run
+        self._plan = run.plan
+        self._log = log
         step = make_train_step(run.parts, run.schedule(counts))
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
-        self._hooks, self._first = hooks, list[DeviceBatch]()
         self._stage: BatchStage | None = None
-        self._is_new = True
         self._step: Compiled | None = None
+        self._is_new = True  # this executable has not run yet
+        self._first: list[DeviceBatch] = []
         self.compiled_anew = False  # an executable, rather than found where an earlier process kept it
         if run.parts.local:
-            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
+            self._synchronise = make_synchronise(run.parts)
+            self._summarise = make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
         self._batches = training_batches(
             run.source,
@@ -86,40 +81,41 @@ class FeedSteps:
             excluded=run.excluded,
         )
 
-    @property
-    def ready(self) -> bool:
-        """Whether the next step belongs to the stage of the current executable."""
-        return self._plan.stage_at(self._examples_seen) == self._stage
+    def prepare(self, state: TrainState, step: int) -> None:
+        """Waits for the executable if a stage of the batch begins with this step."""
+        stage = self._plan.stage_at(self._examples_seen)
+        if stage != self._stage:
+            with self._log.paused(state):
+                self._begin_stage(stage, step)
 
-    def prepare(self, step: int) -> None:
-        """Waits for the executable of the stage that begins, and reports it."""
-        plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
-        if self._stage is None:  # data that cannot be read end the run before it compiles
+    def _begin_stage(self, stage: BatchStage, step: int) -> None:
+        plan, previous, log = self._plan, self._stage, self._log
+        if previous is None:  # data that cannot be read end the run before it compiles
             phases.enter("reading", step)
             self._first = [next(self._batches)]
         phases.enter("compile", step)
         built = self._executables.of(stage)
-        if self._stage is None:
-            phases.mark("compile")
-        self._step, self.compiled_anew = built.step, self.compiled_anew or not built.kept
+        self._step = built.step
+        self._stage = stage
+        self.compiled_anew |= not built.kept
+        self._is_new = previous is None or self._executables.slots(stage) != self._executables.slots(previous)
         needs = ""
         if stage == plan.stages[-1]:
-            num_bytes = ProgramMemory.of(self._step).total
-            needs = "".join(hook.after_compile(num_bytes) for hook in self._hooks)
-        self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
-        if self._stage is None:
-            self._say(f"compiled the train step {built.how}{needs}")
-            for hook in self._hooks:
+            num_bytes = ProgramMemory.of(built.step).total
+            needs = "".join(hook.after_compile(num_bytes) for hook in log.hooks)
+        if previous is None:
+            phases.mark("compile")
+            log.say(f"compiled the train step {built.how}{needs}")
+            for hook in log.hooks:
                 hook.before_first_step(self._first[0].arrays)
         elif self._is_new:
-            self._say(f"compiled the train step of the next stage {built.how}, in the background")
+            log.say(f"compiled the train step of the next stage {built.how}, in the background")
         if len(plan.stages) > 1:
-            self._say(
+            log.say(
                 f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
                 f"{float(stage.per_device_batch_size):g} per device x {plan.num_devices} devices x "
                 f"{stage.gradient_accumulation_steps} accumulation"
             )
-        self._stage = stage
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
         """With local updates, also summarises the replicas, and synchronises them periodically."""
@@ -139,14 +135,14 @@ class FeedSteps:
                 jax.block_until_ready(metrics)
         self._is_new = False
         if local := self._run.parts.local:
-            metrics = self._alone(self._summarise, metrics)
+            metrics = _call_when_idle(self._summarise, metrics)
             state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
             if step % local.sync_period == 0:
-                state = self._alone(self._synchronise, state)
+                state = _call_when_idle(self._synchronise, state)
         self._executables.request_after(self._stage)  # after the dispatch, as tracing blocks Python
+        more = {} if batch.attention_imbalance is None else {"attention_imbalance": batch.attention_imbalance}
         find_cause = functools.partial(self._find_cause, batch)
-        known = {} if batch.attention_imbalance is None else {"attention_imbalance": batch.attention_imbalance}
-        return state, StepResult(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, known)
+        return state, StepResult(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, more)
 
     def unfinished(self, step: int) -> None:
         """Nothing: a batch is one step."""
@@ -156,17 +152,18 @@ class FeedSteps:
         self._batches.close()
         self._executables.close()
 
-    def _alone(self, function: Callable[[Tree], Result], argument: Tree) -> Result:
-        """Calls a function on the devices, on simulated ones only once they are idle."""
-        return function(jax.block_until_ready(argument) if devices_share_threads() else argument)
-
     def _find_cause(self, batch: DeviceBatch, state: TrainState) -> str:
-        origin = load_asked(self._run.config, "diagnosis", "nonfinite")
-        if origin is None:
+        find = load_asked(self._run.config, "diagnosis", "nonfinite")
+        if find is None:
             return ""
         # A loading host has the ids in the order in which it laid out the rows.
         ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))
-        return origin(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)
+        return find(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)
+
+
+def _call_when_idle(function: Callable[[Tree], Result], argument: Tree) -> Result:
+    """Calls a function on the devices, on simulated ones only once they are idle."""
+    return function(jax.block_until_ready(argument) if devices_share_threads() else argument)
 
 
 class HeldOutLoss:
@@ -177,12 +174,13 @@ class HeldOutLoss:
 
     before_first_step = False
 
-    def __init__(self, run: TrainingRun[ExampleSource]):
-        self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
+    def __init__(self, run: TrainingRun):
+        self._run = run
+        self._objective = cast(ScoredObjective, run.parts.objective)
         self._eval_step = make_eval_step(run.parts)
 
-    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Record, str] | None:
-        """See `loop.Evaluation`."""
+    def evaluate(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Record, str] | None:
+        """The losses, over all examples and by held-out set."""
         del step
         run = self._run
         assert run.eval_source is not None
@@ -192,19 +190,19 @@ class HeldOutLoss:
         for name, source in run.eval_source.named().items():
             scores[name] = []
             with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
-                for of_batch in scores_of(self._eval_step, params, batches):
+                for batch_scores in scores_of(self._eval_step, params, batches):
                     if stops():
                         return None
-                    scores[name].append(of_batch)
-        found: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
-        text = evaluation_text(found)
+                    scores[name].append(batch_scores)
+        record: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
+        text = evaluation_text(record)
         if isinstance(run.eval_source, MixtureSource):
             losses = {name: self._objective.evaluation(each)["eval_loss"] for name, each in scores.items()}
-            found["eval_losses"] = losses
+            record["eval_losses"] = losses
             text += "".join(f"  {name} {loss:.4f}" for name, loss in losses.items())
-        return found, text
+        return record, text
 
 
-def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
-    """The steps and the evaluation of a run that reads its batches; see `loop.Begin`."""
-    return FeedSteps(run, *start), HeldOutLoss(run)
+def make_feed_steps(run: TrainingRun, state: TrainState, log: StepLog) -> tuple[FeedSteps, HeldOutLoss]:
+    """The steps and the evaluation of a run that reads its batches."""
+    return FeedSteps(run, state, log), HeldOutLoss(run)

@@ -54,12 +54,10 @@ class Hook:
 
     wants_state = False
 
-    def opened(self, run: TrainingRun[Any]) -> None:
+    def opened(self, run: TrainingRun) -> None:
         """Called once the run directory belongs to the run, before anything is restored."""
 
-    def start(
-        self, run: TrainingRun[Any], state: TrainState, counts: TrainProgress, say: Callable[[str], None]
-    ) -> None:
+    def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         """Called once the state is restored or new, and the run has introduced itself.
 
         Args:
@@ -131,7 +129,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 raise TypeError(f"{kind}.{name} is not a method, as Callback.{name} is: give it another name.")
 
 
-Prepare = Callable[[TrainingRun[Any], Callable[[str], None]], None]
+Prepare = Callable[[TrainingRun, Callable[[str], None]], None]
 """Called with a run that has been opened anew, before it restores its checkpoint, and a function that prints a line."""
 
 

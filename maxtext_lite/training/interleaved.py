@@ -135,7 +135,7 @@ class _Schedule:
                 loss, sums = self._parts.objective.loss(outputs, leaving, factor)
                 return loss, (sums, outputs.expert_counts)
 
-            aux = {name: x for name, x in stream.aux.items() if name != EXPERT_COUNTS}
+            aux = {name: x for name, x in stream.aux.items() if name != EXPERT_COUNTS}  # which has no gradient
             differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
             (_, found), (ends_gradient, x_gradient, aux_gradient) = differentiate(ends, stream.x_BTD, aux)
             x_gradient = constrain(x_gradient, axes.x_BTD)

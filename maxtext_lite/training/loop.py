@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import optax
@@ -21,18 +19,19 @@ from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.training.checkpoint import TrainProgress
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.compile import OutOfMemory
-from maxtext_lite.training.feed_steps import steps_of_feed
-from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, check_callbacks, hooks_of
-from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.feed_steps import make_feed_steps
+from maxtext_lite.training.hooks import Callback, LossSpike, Prepare, Restart, check_callbacks, hooks_of
+from maxtext_lite.training.metrics import METRICS, Terminal
 from maxtext_lite.training.objective import Loss
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
-from maxtext_lite.training.run import Data, TrainingRun
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.startup import log_startup
 from maxtext_lite.training.state import Overrides, TrainState
-from maxtext_lite.training.step_log import StepLog, StepResult, is_evaluation_missing
-from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+from maxtext_lite.training.step_log import StepLog, StepResult, is_evaluation_missing, open_lines
+from maxtext_lite.training.stopping import Reason, Signals, Stop, watch_signals
 
 
 class StepSource(Protocol):
@@ -40,16 +39,11 @@ class StepSource(Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether each step is dispatched before the last one is recorded, so that the devices never wait."""
+        """Whether step N+1 is dispatched before the metrics of step N are read, so that the devices never wait."""
         ...
 
-    @property
-    def ready(self) -> bool:
-        """Whether the next step needs no `prepare`, which may take long."""
-        ...
-
-    def prepare(self, step: int) -> None:
-        """Prepares this step and those like it."""
+    def prepare(self, state: TrainState, step: int) -> None:
+        """Does what must precede this step and may take long, such as compiling; `state` is that before the step."""
         ...
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
@@ -77,7 +71,7 @@ class Evaluation(Protocol):
         """Whether the untrained model is evaluated too, at step 0."""
         ...
 
-    def of(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Mapping[str, Any], str] | None:
+    def evaluate(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Record, str] | None:
         """The entries of an evaluation's record, and its line on the terminal. All hosts call it.
 
         Args:
@@ -88,8 +82,8 @@ class Evaluation(Protocol):
         ...
 
 
-Begin = Callable[[Terminal, TrainState, TrainProgress, Sequence[Hook]], tuple[StepSource, Evaluation]]
-"""(terminal, state, counts, hooks), restored or new -> the steps from there, and the evaluation of their model."""
+MakeSteps = Callable[[TrainingRun, TrainState, StepLog], tuple[StepSource, Evaluation]]
+"""(run, state, log) -> the steps after those of the log, and the evaluation of their model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +163,7 @@ def train(
         run = open_run(config, sources, own, device_memory_gb=device_memory_gb)
         phases.mark("data")
         try:
-            return train_run(run, functools.partial(steps_of_feed, run), callbacks, prepare, signals)
+            return train_run(run, make_feed_steps, callbacks, prepare, signals)
         except OutOfMemory as error:
             refusal_of = load_asked(run.config, "diagnosis", "out_of_memory")
             if refusal_of is None:
@@ -184,8 +178,8 @@ def train(
 
 
 def train_run(
-    run: TrainingRun[Data],
-    begin: Begin,
+    run: TrainingRun,
+    make_steps: MakeSteps,
     callbacks: Sequence[Callback] = (),
     prepare: Prepare | None = None,
     signals: Signals | None = None,
@@ -199,12 +193,12 @@ def train_run(
     check_callbacks(callbacks)
     hooks = [*hooks_of(run.config), *callbacks]
     terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
-    with contextlib.ExitStack() as open_things:
-        open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
-        open_things.enter_context(jax.set_mesh(run.mesh))
-        signals = open_things.enter_context(watch_signals(signals or Signals()))
-        open_things.callback(terminal.close)
-        open_things.enter_context(run.opened(terminal.say))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
+        stack.enter_context(jax.set_mesh(run.mesh))
+        signals = stack.enter_context(watch_signals(signals or Signals()))
+        stack.callback(terminal.close)
+        stack.enter_context(run.opened(terminal.say))
         for hook in hooks:
             hook.opened(run)
         if prepare:
@@ -212,25 +206,22 @@ def train_run(
             phases.fold()
         state, counts = run.restore_or_init()
         phases.mark("restore" if counts.step else "init")
-        if not (left := run.steps_left(counts)) and not is_evaluation_missing(run, counts.step, is_last=True):
+        last_step = counts.step + run.steps_left(counts)
+        if counts.step == last_step and not is_evaluation_missing(run, counts.step, is_last=True):
             why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
-        run.log_startup(terminal, counts)
+        log_startup(run, counts, terminal.say)
         for hook in hooks:
-            open_things.callback(hook.close)
+            stack.callback(hook.close)
             hook.start(run, state, counts, terminal.say)
-        # An evaluation before the first step has step 0.
-        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1), terminal.say)
-        if log:
-            open_things.enter_context(contextlib.closing(log))
-        steps, evaluation = begin(terminal, state, counts, hooks)
-        open_things.enter_context(contextlib.closing(steps))
-        terminal.start(counts.step, counts.step + left)
-        step_log = StepLog(run, terminal, log, counts, hooks)
-        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, hooks, may_end=bool(callbacks))
+        log = StepLog(run, counts, terminal, open_lines(run, METRICS, counts.step, terminal.say), hooks)
+        stack.callback(log.close)
+        steps, evaluation = make_steps(run, state, log)
+        stack.callback(steps.close)
+        terminal.start(counts.step, last_step)
         try:
-            return loop.train_from(state)
+            return _Loop(run, log, steps, evaluation, signals, last_step).train_from(state)
         except (UserError, LossSpike, Restart):
             raise
         except Exception as error:
@@ -239,154 +230,131 @@ def train_run(
             raise
 
 
-@dataclasses.dataclass
 class _Loop:
-    """The steps that are left, one at a time, or each dispatched before the one before it is recorded.
+    """The steps that are left.
 
     Attributes:
-      may_end: whether a hook may end the run.
-      asked_to_end: a hook of this host has asked for the end.
-      stops: all hosts stop after this step, for a signal.
-      ends: all hosts end the run after this step, as a hook has asked.
-      in_flight: the newest step, until it is recorded.
-      lost_evaluation: the newest evaluation was broken off, or left out, as the run was to stop.
+      lost_evaluation: the newest evaluation was interrupted or skipped because the run is stopping.
     """
 
-    run: TrainingRun[Any]
-    terminal: Terminal
-    log: StepLog
-    signals: Signals
-    steps: StepSource
-    evaluation: Evaluation
-    hooks: Sequence[Hook]
-    may_end: bool
-    asked_to_end: bool = False
-    stops: bool = False
-    ends: bool = False
-    in_flight: tuple[int, StepResult] | None = None
-    eval_loss: float | None = None
-    lost_evaluation: bool = False
-
-    def __post_init__(self) -> None:
-        self.shows_state = any(hook.wants_state for hook in self.hooks)
-        self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
-        self.ending = Stop(self.run.mesh if self.may_end else None, lambda: self.asked_to_end)
-        self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
-        self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None)
+    def __init__(
+        self,
+        run: TrainingRun,
+        log: StepLog,
+        steps: StepSource,
+        evaluation: Evaluation,
+        signals: Signals,
+        last_step: int,
+    ):
+        self.run = run
+        self.log = log
+        self.steps = steps
+        self.evaluation = evaluation
+        self.signals = signals
+        self.last_step = last_step
+        self.stop = Stop(run.mesh, signals)
+        self.is_ahead = steps.ahead and not log.shows_state
+        self.evaluates = run.eval_source is not None and run.config.eval_interval > 0
+        self.eval_loss: float | None = None
+        self.lost_evaluation = False
+        self.saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
 
     def train_from(self, state: TrainState) -> RunResult:
-        """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
-        before, last_step = self.log.counts.step, self.terminal.last_step
+        """Takes the steps after those of the log, up to the last, or until a signal or a callback stops the run."""
+        done_before = self.log.counts.step
         try:
-            if self.evaluates and self._owes_evaluation(before):
-                self._evaluate(state, lambda: False)
-                phases.mark("evaluation")
-                self.ends = before > 0 and self.ending.between_steps()
-            if before < last_step and not self.ends:
-                self.steps.prepare(before + 1)
+            self._evaluate_first(state)
             self.log.restart_clock()
-            for step in range(before + 1, last_step + 1):
-                if self.stops or self.ends:
+            for step in range(done_before + 1, self.last_step + 1):
+                if self.stop.reason:
                     break
-                for hook in self.hooks:
-                    hook.before_step(step)
                 state = self._take(state, step)
+                self.signals.take_requests()
                 self.run.check()
-                self.stops = self.stopping.after_this_step()
-                self.ends = self.ending.after_this_step() and not self.stops
+                self.stop.poll(self.log.is_end_requested)
                 self._evaluate_and_save(state, step)
         except UnreadError as error:
-            self._record(state)
-            if jax.process_count() > 1 or self.log.counts.step == before:
+            self.log.flush(state)
+            if jax.process_count() > 1 or self.log.counts.step == done_before:
                 raise
             self._save(state)
             self._wait()
             raise UserError(f"{error} The run ended after step {self.log.counts.step}, {self.saved}.") from None
-        self._end()
+        self._finish()
         return self._result(state)
+
+    def _evaluate_first(self, state: TrainState) -> None:
+        """Evaluates the untrained model, or makes up for an evaluation before which the previous process stopped."""
+        step = self.log.counts.step
+        if not self.evaluates:
+            return
+        if step == 0 and self.evaluation.before_first_step:
+            self._evaluate(state, lambda: False)
+            phases.mark("evaluation")
+        elif step and is_evaluation_missing(self.run, step, is_last=step == self.last_step):
+            self._evaluate(state, lambda: False)
+            phases.mark("evaluation")
+            self.stop.poll_blocking(self.log.is_end_requested)
 
     def _take(self, state: TrainState, step: int) -> TrainState:
         """Dispatches a step, and records the one before it while this one runs; returns the state after it."""
-        steps = self.steps
-        if not steps.ready:
-            self._record(state)  # before a wait that may be long
-            began = time.perf_counter()
-            steps.prepare(step)
-            self.terminal.leave_out(time.perf_counter() - began)
-            self.log.restart_clock()
+        self.steps.prepare(state, step)
+        for hook in self.log.hooks:
+            hook.before_step(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            state, taken = steps.take(state, step)
-        self._record(state)
-        self.in_flight = step, taken
-        if self.shows_state or not steps.ahead:
-            self._record(state)
+            state, result = self.steps.take(state, step)
+        self.log.add(step, result, state)
+        if not self.is_ahead:
+            self.log.flush(state)
         return state
 
-    def _end(self) -> None:
-        """Waits until everything is written."""
-        phases.enter("save", self.log.counts.step)
-        for hook in self.hooks:
-            hook.after_last_step()
-        self._wait()
-        for hook in self.hooks:
-            if said := hook.saved():
-                self.terminal.say(said)
-
-    def _wait(self) -> None:
-        """Waits until the newest checkpoint counts."""
-        if self.run.checkpointer:
-            self.run.checkpointer.wait()
-        self.run.check()
-
-    def _owes_evaluation(self, step: int) -> bool:
-        """Whether the state from which this start begins is to be evaluated first. All hosts call it."""
-        is_last = step == self.terminal.last_step
-        return is_evaluation_missing(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
-
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:
-        """Evaluates and saves what is due after this step."""
-        run, config = self.run, self.run.config
-        period = run.plan.period_steps
-        is_last = self.ends or step == self.terminal.last_step
-        saves = run.checkpointer is not None and (step % period(config.checkpoint_period) == 0 or is_last)
-        evaluates = self.evaluates and (step % period(config.eval_interval) == 0 or is_last)
-        if not (saves or evaluates or self.stops or is_last):
+        """Evaluates and saves what is due after this step, or because the run stops."""
+        log, stop, config, period = self.log, self.stop, self.run.config, self.run.plan.period_steps
+        is_last = step == self.last_step or stop.reason is Reason.CALLBACK
+        saves = self.run.checkpointer is not None and (is_last or step % period(config.checkpoint_period) == 0)
+        evaluates = self.evaluates and (is_last or step % period(config.eval_interval) == 0)
+        if not (is_last or saves or evaluates or stop.reason):
             return
-        # All steps are on record before the checkpoint: a restart only appends.
-        self._record(state)
-        # The checkpoint follows its evaluation, so that a kill between them repeats both.
-        if evaluates:
+        log.flush(state)  # all steps are on record before the checkpoint: a restart only appends
+        if evaluates:  # before the checkpoint, so that a kill between them repeats both
             self._evaluate_unless_stopped(state)
-        if saves or self.stops:
+        if saves or stop.reason:
             self._save(state)
-        if self.ending.between_steps() and not self.stops:
-            self.ends = True
-            if self.evaluates and not evaluates:
+        if not is_last and stop.poll_blocking(log.is_end_requested):
+            if stop.reason is Reason.CALLBACK and self.evaluates and not evaluates:
                 self._evaluate_unless_stopped(state)
             self._save(state)
-        self.ends = self.ends and not self.stops
-        self.log.restart_clock()
+        log.restart_clock()
 
-    def _record(self, state: TrainState) -> None:
-        """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
-        if self.in_flight is not None:
-            (step, taken), self.in_flight = self.in_flight, None
-            try:
-                record = self.log.add(step, taken, state)
-            except LossSpike as error:
-                restarts: list[Restart] = []
-                for hook in self.hooks:
-                    try:
-                        hook.on_spike(error)
-                    except Restart as restart:
-                        restarts.append(restart)
-                if restarts:
-                    raise restarts[0] from error
-                raise
-            self.signals.take_requests()
-            shown = state if self.shows_state else None
-            for hook in self.hooks:
-                self.asked_to_end |= bool(hook.after_step(step, record, shown))
+    def _evaluate_unless_stopped(self, state: TrainState) -> None:
+        """Evaluates unless a signal stops the run, which leaves the evaluation to the next start."""
+
+        def stops() -> bool:
+            return self.stop.poll(self.log.is_end_requested) is Reason.SIGNAL
+
+        self.lost_evaluation = self.stop.reason is Reason.SIGNAL or not self._evaluate(state, stops)
+        if self.lost_evaluation:
+            self.eval_loss = None
+            self.log.terminal.say_step(self.log.counts.step, "no evaluation, as the run stops")
+
+    def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
+        """Evaluates and records it; returns whether it reached its end, which `stops` may prevent."""
+        log, step = self.log, self.log.counts.step
+        phases.enter("evaluation", step)
+        evaluated = self.evaluation.evaluate(state, step, stops)
+        if evaluated is None:
+            return False
+        values, text = evaluated
+        self.eval_loss = values.get("eval_loss")
+        record = {"step": step, **values}
+        if shares := log.token_shares():
+            record["source_token_shares"] = shares
+        log.write(record)
+        log.terminal.say_step(step, text)
+        for hook in log.hooks:
+            log.is_end_requested |= bool(hook.after_evaluation(step, record, state))
+        return True
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
@@ -394,44 +362,34 @@ class _Loop:
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
         if is_new:
-            for hook in self.hooks:
-                self.asked_to_end |= bool(hook.after_checkpoint(counts.step, state))
+            for hook in self.log.hooks:
+                self.log.is_end_requested |= bool(hook.after_checkpoint(counts.step, state))
 
-    def _evaluate_unless_stopped(self, state: TrainState) -> None:
-        """Evaluates unless the run stops, which leaves the evaluation to the next start."""
-        self.lost_evaluation = self.stops or not self._evaluate(state, self.stopping.after_this_step)
-        if self.lost_evaluation:
-            self.stops = True
-            self.eval_loss = None
-            self.terminal.say(f"step {self.log.counts.step}/{self.terminal.last_step}  no evaluation, as the run stops")
+    def _finish(self) -> None:
+        """Waits until everything is written."""
+        phases.enter("save", self.log.counts.step)
+        for hook in self.log.hooks:
+            hook.after_last_step()
+        self._wait()
+        for hook in self.log.hooks:
+            if text := hook.saved():
+                self.log.say(text)
 
-    def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
-        """Evaluates and records it; returns whether it reached its end, which `stops` may prevent."""
-        step = self.log.counts.step
-        phases.enter("evaluation", step)
-        evaluated = self.evaluation.of(state, step, stops)
-        if evaluated is None:
-            return False
-        found, text = evaluated
-        self.eval_loss = found.get("eval_loss")
-        record = {"step": step, **found, **self.run.token_shares(self.log.counts)}
-        self.log.write(record)
-        self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
-        for hook in self.hooks:
-            self.asked_to_end |= bool(hook.after_evaluation(step, record, state))
-        return True
+    def _wait(self) -> None:
+        """Waits until the newest checkpoint counts."""
+        if self.run.checkpointer:
+            self.run.checkpointer.wait()
+        self.run.check()
 
     def _result(self, state: TrainState) -> RunResult:
-        """The result of the run; if something is left, reports that a signal or a callback stopped it."""
-        run, log = self.run, self.log
-        has_left = log.counts.step < self.terminal.last_step
-        is_interrupted = (has_left or self.lost_evaluation) and not self.ends
-        if is_interrupted or has_left:
-            by = self.signals.received.name if self.signals.received else "another host"
-            by = "a callback" if self.ends else by
-            self.terminal.say(f"stopped by {by} after step {log.counts.step}, {self.saved}")
-        for shares in run.token_shares(log.counts).values():
-            said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
-            self.terminal.say(f"target tokens by source since the mixture last changed: {said}")
-        log.advise()
-        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)
+        """The result of the run; if steps or an evaluation are left, reports what stopped it."""
+        run, log, step = self.run, self.log, self.log.counts.step
+        has_left = step < self.last_step
+        is_interrupted = (has_left or self.lost_evaluation) and self.stop.reason is Reason.SIGNAL
+        if has_left or is_interrupted:
+            by = "a callback"
+            if is_interrupted:
+                by = self.signals.received.name if self.signals.received else "another host"
+            log.say(f"stopped by {by} after step {step}, {self.saved}")
+        log.report_end()
+        return RunResult(run.directory, step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder, soft_capped
-from maxtext_lite.models.layers import BiasedHead, OutputHead, projected
+from maxtext_lite.models.layers import OutputHead, projected
 from maxtext_lite.models.ops import product
 from maxtext_lite.parallel import (
     AS_IT_IS,
@@ -68,9 +68,13 @@ class Readout:
     def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
         """Logits [B, T, V] in float32: multiplied, then capped, then divided by the temperature."""
         logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
-        logits_BTV = logits_BTV if self.multiplier == 1 else self.multiplier * logits_BTV
-        logits_BTV = soft_capped(logits_BTV, self.soft_cap) if self.soft_cap else logits_BTV
-        return logits_BTV if self.temperature == 1 else logits_BTV / self.temperature
+        if self.multiplier != 1:
+            logits_BTV *= self.multiplier
+        if self.soft_cap:
+            logits_BTV = soft_capped(logits_BTV, self.soft_cap)
+        if self.temperature != 1:
+            logits_BTV /= self.temperature
+        return logits_BTV
 
 
 class _TileLosses(NamedTuple):
@@ -94,47 +98,44 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
     return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
-def _pieces(x: jax.Array, num_pieces: int) -> jax.Array:
-    """[B, T, ...] as [pieces, B, T / pieces, ...], each piece with equally many tokens of every context shard, so that
-    every device works on every piece."""
-    (B, T), shards = x.shape[:2], context_shards()
-    x = x.reshape(B, shards, num_pieces, T // (shards * num_pieces), *x.shape[2:])
-    return jnp.moveaxis(x, 2, 0).reshape(num_pieces, B, T // num_pieces, *x.shape[4:])
+def _split_tiles(x: jax.Array, num_tiles: int) -> jax.Array:
+    """[B, T, ...] as [tiles, B, T / tiles, ...], each tile with equally many tokens of every context shard."""
+    B, T = x.shape[:2]
+    shards = context_shards()
+    x = x.reshape(B, shards, num_tiles, T // (shards * num_tiles), *x.shape[2:])
+    return jnp.moveaxis(x, 2, 0).reshape(num_tiles, B, T // num_tiles, *x.shape[4:])
 
 
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of `_pieces`."""
-    num_pieces, B, T = x.shape[:3]
-    x = x.reshape(num_pieces, B, context_shards(), -1, *x.shape[3:])
-    return jnp.moveaxis(x, 0, 2).reshape(B, num_pieces * T, *x.shape[4:])
+def _join_tiles(x: jax.Array) -> jax.Array:
+    """The inverse of `_split_tiles`."""
+    num_tiles, B, T = x.shape[:3]
+    x = x.reshape(num_tiles, B, context_shards(), -1, *x.shape[3:])
+    return jnp.moveaxis(x, 0, 2).reshape(B, num_tiles * T, *x.shape[4:])
 
 
-def _over_tiles(
-    tile_function: Callable[[Tree, tuple[jax.Array, ...]], tuple[Tree, Tree]],
+def _scan_tiles(
+    function: Callable[[Tree, tuple[jax.Array, ...]], tuple[Tree, Tree]],
     carry: Tree,
-    num_tiles: int,
+    how: "Readout",
+    head: OutputHead,
     *arrays: jax.Array,
 ) -> tuple[Tree, Tree]:
-    """A scan of tile_function(carry, tiles) over tiles of the sequence; results come back in token order."""
-    if num_tiles == 1:
-        return tile_function(carry, arrays)
-    carry, results = jax.lax.scan(tile_function, carry, tuple(_pieces(x, num_tiles) for x in arrays))
-    return carry, jax.tree.map(_joined, results)
+    """A scan of function(carry, tiles) over tiles of the sequence; results come back in token order.
 
-
-def _projection(head: OutputHead) -> jax.Array:
-    return head.projection_DV if isinstance(head, BiasedHead) else head
-
-
-def _num_tiles(x_BTD: jax.Array, head: OutputHead, num_vocab_tiling: int) -> int:
-    """`batching.vocab_tiles` for one device's tokens and its part of the vocabulary."""
-    B, T, V = *x_BTD.shape[:2], _projection(head).shape[1]
-    return vocab_tiles(
-        num_vocab_tiling,
+    Args:
+      arrays: [B, T, ...], of which one device has as many tiles as `batching.vocab_tiles` says.
+    """
+    B, T = arrays[0].shape[:2]
+    num_tiles = vocab_tiles(
+        how.num_tiles,
         rows=-(-B // num_shards("end_batch")),
         tokens=T // context_shards(),
-        vocab_size=V // num_shards("activation_vocab"),
+        vocab_size=head.projection_DV.shape[1] // num_shards("activation_vocab"),
     )
+    if num_tiles == 1:
+        return function(carry, arrays)
+    carry, results = jax.lax.scan(function, carry, tuple(_split_tiles(x, num_tiles) for x in arrays))
+    return carry, jax.tree.map(_join_tiles, results)
 
 
 def _token_shards(num_rows: int) -> tuple[int, int]:
@@ -164,7 +165,8 @@ def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: 
         x, target = arrays
         return carry, _tile_losses(how.logits(x, head), target).nll_BT
 
-    return _over_tiles(tile, None, _num_tiles(x_BTD, head, how.num_tiles), x_BTD, target_BT)[1]
+    _, nll_BT = _scan_tiles(tile, None, how, head, x_BTD, target_BT)
+    return nll_BT
 
 
 def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.Array:
@@ -177,7 +179,8 @@ def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.
         (x,) = arrays
         return carry, jnp.argmax(Readout().logits(x, head), axis=-1).astype(jnp.int32)
 
-    return _over_tiles(tile, None, _num_tiles(x_BTD, head, num_tiles), x_BTD)[1]
+    _, token_BT = _scan_tiles(tile, None, Readout(num_tiles), head, x_BTD)
+    return token_BT
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -203,41 +206,43 @@ def cross_entropy(
 def _cross_entropy_forward(
     x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, weight_BT: jax.Array, how: Readout = Readout()
 ) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, OutputHead]]:
-    soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
-
     def tile(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
-        (sums, own_ZDV, dbias_V), (x, target, weight) = carry, arrays
-        logits_BTV = how.logits(x, head)
-        losses = _tile_losses(logits_BTV, target)
-        scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
-        dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
-            losses.is_target_BTV, weight[..., None], 0
-        )
-        if temperature != 1:
-            dlogits_BTV /= temperature
-            logits_BTV *= temperature
-        if soft_cap:  # the derivative of c tanh(x / c), from its value
-            dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
-        dlogits_BTV = (dlogits_BTV if how.multiplier == 1 else how.multiplier * dlogits_BTV).astype(x.dtype)
-        dx_BTD = product("BTV,DV->BTD", dlogits_BTV, _projection(head), "vocab")
+        loss, z_loss, own_ZDV, dbias_V = carry
+        x_BTD, target_BT, weight_BT = arrays
+        logits_BTV = how.logits(x_BTD, head)
+        losses = _tile_losses(logits_BTV, target_BT)
+        # The gradient of the loss by the logits: weight * (softmax - target), with the z-loss's part.
+        scale_BT = weight_BT * (1 + 2 * how.z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
+        dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV
+        dlogits_BTV -= jnp.where(losses.is_target_BTV, weight_BT[..., None], 0)
+        if how.temperature != 1:
+            dlogits_BTV /= how.temperature
+            logits_BTV *= how.temperature
+        if how.soft_cap:  # the derivative of c tanh(x / c), from its value
+            dlogits_BTV *= 1 - jnp.square(logits_BTV / how.soft_cap)
+        if how.multiplier != 1:
+            dlogits_BTV *= how.multiplier
+        dlogits_BTV = dlogits_BTV.astype(x_BTD.dtype)
+        dx_BTD = product("BTV,DV->BTD", dlogits_BTV, head.projection_DV, "vocab")
+        own_ZDV += _own_gradient(x_BTD, dlogits_BTV)
         if dbias_V is not None:
             dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
-        nll = sums.loss + jnp.sum(weight * losses.nll_BT)
-        squared = sums.z_loss + jnp.sum(weight * jnp.square(losses.log_partition_BT))
-        return (LossSums(nll, squared, {}), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
+        loss += jnp.sum(weight_BT * losses.nll_BT)
+        z_loss += jnp.sum(weight_BT * jnp.square(losses.log_partition_BT))
+        return (loss, z_loss, own_ZDV, dbias_V), dx_BTD
 
-    own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
-    bias_V = jnp.zeros(head.bias_V.shape, jnp.float32) if isinstance(head, BiasedHead) else None
-    carry = LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32), {}), own_ZDV, bias_V
-    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
-    (sums, own_ZDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    zero = jnp.zeros([], jnp.float32)
+    own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *head.projection_DV.shape), jnp.float32)
+    dbias_V = None if head.bias_V is None else jnp.zeros(head.bias_V.shape, jnp.float32)
+    carry, dx_BTD = _scan_tiles(tile, (zero, zero, own_ZDV, dbias_V), how, head, x_BTD, target_BT, weight_BT)
+    loss, z_loss, own_ZDV, dbias_V = carry
+
     dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32
     dhead_DV = constrain(jnp.sum(own_ZDV.astype(dtype), axis=0, dtype=dtype), HEAD_AXES)
-    loss = sums.loss + z_loss_multiplier * sums.z_loss
-    dhead_DV = dhead_DV.astype(_projection(head).dtype)
-    if not isinstance(head, BiasedHead):
-        return (loss, sums), (dx_BTD, dhead_DV)
-    return (loss, sums), (dx_BTD, BiasedHead(dhead_DV, dbias_V.astype(head.bias_V.dtype)))
+    if head.bias_V is not None:
+        dbias_V = dbias_V.astype(head.bias_V.dtype)
+    dhead = OutputHead(dhead_DV.astype(head.projection_DV.dtype), dbias_V)
+    return (loss + how.z_loss_multiplier * z_loss, LossSums(loss, z_loss, {})), (dx_BTD, dhead)
 
 
 def _cross_entropy_backward(
@@ -246,10 +251,7 @@ def _cross_entropy_backward(
     del how
     scale = cotangents[0]  # float32, as bfloat16 would round the step's 1 / target_tokens
 
-    def scaled(gradient: jax.Array) -> jax.Array:
-        return (gradient * scale).astype(gradient.dtype)
-
-    dx_BTD, dhead = jax.tree.map(scaled, residuals)
+    dx_BTD, dhead = jax.tree.map(lambda gradient: (gradient * scale).astype(gradient.dtype), residuals)
     return dx_BTD, dhead, None, None
 
 
@@ -316,13 +318,17 @@ class Outputs:
         x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
         head_DV = cast(jax.Array, all_gather_for_compute(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
-        is_biased = self.decoder.shape.logits_bias
-        return x_BTD, BiasedHead(head_DV, self.params["head"]["bias"]) if is_biased else head_DV
+        return x_BTD, OutputHead(head_DV, self.params["head"]["bias"] if self.decoder.shape.logits_bias else None)
 
     def _readout(self, temperature: float = 1.0, z_loss_multiplier: float = 0.0) -> Readout:
-        config, shape = self.config, self.decoder.shape
-        how = config.num_vocab_tiling, shape.final_soft_cap, temperature, jnp.dtype(config.grad_dtype)
-        return Readout(*how, z_loss_multiplier, shape.logits_multiplier)
+        return Readout(
+            num_tiles=self.config.num_vocab_tiling,
+            soft_cap=self.decoder.shape.final_soft_cap,
+            temperature=temperature,
+            grad_dtype=jnp.dtype(self.config.grad_dtype),
+            z_loss_multiplier=z_loss_multiplier,
+            multiplier=self.decoder.shape.logits_multiplier,
+        )
 
     def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
         """The weighted sum of the targets' losses with the config's z-loss, and its parts."""
@@ -330,9 +336,9 @@ class Outputs:
         return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
 
     def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
-        """The differentiable negative log-likelihood [B, T], float32, of each target: see `loss.token_nll`."""
-        found = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
-        return self.tokens.merge(cast(jax.Array, found))
+        """The differentiable negative log-likelihood [B, T], float32, of each target."""
+        nll_BT = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
+        return self.tokens.merge(cast(jax.Array, nll_BT))
 
     def logits(self) -> jax.Array:
         """The logits [B, T, V] of all tokens at once, float32."""

@@ -1,6 +1,5 @@
-"""The output of a run: metrics.jsonl, lines or a progress bar on the terminal, and the FLOPs for MFU."""
+"""The output of a run: files of JSON lines, and lines or a progress bar on the terminal."""
 
-import dataclasses
 import math
 import sys
 import time
@@ -17,8 +16,10 @@ from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import command_signals
 from maxtext_lite.training.arrays import Record
 
+METRICS = "metrics.jsonl"
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
+_SPEEDS = ("tokens_per_second", "tflops_per_device", "mfu")
 _DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")
 """Parts of a step's line that may be dropped, least important first, by a text in them; ETA is also beside the bar."""
 
@@ -37,15 +38,15 @@ class JsonLines:
 
     def __init__(self, path: Path, after_step: int):
         self._path = path
+        self.steps = Steps()
         notes: list[str] = []
         with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
-            self.steps = Steps()
             for record in read_records(path, notes):
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
                     if not is_evaluation(record):
                         self.steps.add(record["step"])
-        self.notes = tuple(note for note in notes if INCOMPLETE not in note)  # any kill leaves one
+        self.notes = [note for note in notes if INCOMPLETE not in note]  # any kill leaves one
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -60,53 +61,20 @@ class JsonLines:
             self._file.close()
 
 
-def lacks_evaluation(path: Path, step: int) -> bool:
-    """Whether a step has a line in a metrics.jsonl, and no evaluation of it has.
-
-    Raises:
-      OSError: the file cannot be read.
-    """
-    kinds = {is_evaluation(record) for record in read_records(path, []) if record["step"] == step}
-    return kinds == {False}
-
-
-class MetricsLog(JsonLines):
-    """metrics.jsonl, with one line for each step."""
-
-    def __init__(self, run_directory: Path, after_step: int):
-        super().__init__(run_directory / "metrics.jsonl", after_step)
-        if missing := self.steps.missing(after_step):
-            self.notes += (f"metrics.jsonl holds no {missing} any more.",)
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """The figures that turn a step's time into throughput.
-
-    Attributes:
-      peak: TFLOP/s of one device, or None where unknown.
-    """
-
-    num_devices: int
-    peak: float | None
-
-    def of(self, flops: float, target_tokens: int, step_seconds: float) -> dict[str, float | None]:
-        """tokens_per_second (target tokens), tflops_per_device and mfu of a step of so many model FLOPs."""
-        tflops = flops / step_seconds / self.num_devices / 1e12
-        return {
-            "tokens_per_second": target_tokens / step_seconds,
-            "tflops_per_device": tflops,
-            "mfu": None if self.peak is None else tflops / self.peak,
-        }
-
-
 class Terminal:
-    """Plain lines; on a terminal they fit its width, above a progress bar. Silent on all processes but the first."""
+    """Plain lines; on a terminal they fit its width, above a progress bar.
 
-    def __init__(self, *, log_period: int, quiet: bool):
-        self._log_period, self._quiet = log_period, quiet
-        self._first_step, self.last_step = 0, 0
-        self._since, self._is_first = list[Record](), True  # the last line; whether there was none
+    Args:
+      quiet: show nothing, as on all processes but the first.
+    """
+
+    def __init__(self, *, log_period: int = 1, quiet: bool = False):
+        self._log_period = log_period
+        self._quiet = quiet
+        self._first_step = 0
+        self._last_step = 0
+        self._unshown: list[Record] = []  # since the last line
+        self._has_line = False
         self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
         if not quiet:
@@ -114,7 +82,8 @@ class Terminal:
 
     def start(self, first_step: int, last_step: int) -> None:
         """Shows the bar if stdout is a terminal; `first_step` of `last_step` steps are already done."""
-        self._first_step, self.last_step = first_step, last_step
+        self._first_step = first_step
+        self._last_step = last_step
         if sys.stdout.isatty() and not self._quiet:
             console = rich.console.Console()
             self._bar = rich.progress.Progress(
@@ -138,7 +107,11 @@ class Terminal:
         else:
             print(text, flush=True)
 
-    def step(self, record: Record) -> None:
+    def say_step(self, step: int, text: str) -> None:
+        """Prints a line about a step."""
+        self.say(f"step {step}/{self._last_step}  {text}")
+
+    def show(self, record: Record) -> None:
         """Shows a step on the bar, and every `log_period` steps and at the last as a line, with the speed since then.
 
         Steps are dispatched ahead, so the time between the ends of two short ones is not what one takes.
@@ -146,18 +119,23 @@ class Terminal:
         step = record["step"]
         now = time.perf_counter()
         started = self._started = self._started or now - record["step_seconds"]  # without compilation
-        left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
+        seconds_per_step = (now - started) / (step - self._first_step)
+        left = _duration(seconds_per_step * (self._last_step - step))
         if self._bar:
             status_line.printed()
             self._bar.update(self._task, completed=step, loss=_shown_loss(record), left=left)
-        self._since.append(record)
-        if step % self._log_period == 0 or step == self.last_step:
-            shown = record | _mean_speed(self._since[1:] or self._since if self._is_first else self._since)
-            self._since, self._is_first = [], False
-            parts = [f"step {step}/{self.last_step}", *_step_parts(shown), f"ETA {left}"]
-            self.say(_fitting(parts, self._bar.console.width) if self._bar else "  ".join(parts))
+        self._unshown.append(record)
+        if step % self._log_period and step != self._last_step:
+            return
+        timed = self._unshown
+        if not self._has_line and len(timed) > 1:
+            timed = timed[1:]  # the first step of a process is slower
+        parts = [f"step {step}/{self._last_step}", *_step_parts(record | _mean_speed(timed)), f"ETA {left}"]
+        self._unshown = []
+        self._has_line = True
+        self.say(_fit(parts, self._bar.console.width) if self._bar else "  ".join(parts))
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Excludes a wait for the compiler from what the time left is judged by."""
         if self._started is not None:
             self._started += seconds
@@ -171,8 +149,8 @@ class Terminal:
 
 def evaluation_text(record: Record) -> str:
     """An evaluation's record as a line of the terminal."""
-    tokens = f"{record['eval_target_tokens']:,} tokens"
     if "eval_pairs" not in record:
+        tokens = f"{record['eval_target_tokens']:,} tokens"
         return f"held-out loss {record['eval_loss']:.4f} nats per token over {tokens}"
     return (
         f"held-out loss {record['eval_loss']:.4f} per pair over {record['eval_pairs']:,} pairs, reward accuracy "
@@ -186,39 +164,34 @@ def _shown_loss(record: Record) -> str:
 
 
 def _mean_speed(records: Sequence[Record]) -> Record:
-    """The figures of `Speed` over all these steps."""
-    seconds = [record["step_seconds"] for record in records]
-    return {
-        name: None
-        if records[0][name] is None
-        else sum(record[name] * each for record, each in zip(records, seconds, strict=True)) / sum(seconds)
-        for name in ("tokens_per_second", "tflops_per_device", "mfu")
-    }
+    """The speeds over all these steps."""
+    seconds = sum(record["step_seconds"] for record in records)
+    means: Record = {}
+    for name in _SPEEDS:
+        means[name] = None
+        if records[0][name] is not None:
+            means[name] = sum(record[name] * record["step_seconds"] for record in records) / seconds
+    return means
 
 
 def _step_parts(record: Record) -> list[str]:
-    mfu = [] if record["mfu"] is None else [f"MFU {record['mfu']:.1%}"]
-    rate = [] if math.isnan(record["learning_rate"]) else [f"lr {record['learning_rate']:.3g}"]
-    reward = []
+    parts = [f"loss {_shown_loss(record)}"]
     if "reward" in record:
-        reward = ["reward -" if math.isnan(record["reward"]) else f"reward {record['reward']:.3f}"]
+        parts.append("reward -" if math.isnan(record["reward"]) else f"reward {record['reward']:.3f}")
         if record["unscored_fraction"]:
-            reward.append(f"unscored {record['unscored_fraction']:.1%}")
+            parts.append(f"unscored {record['unscored_fraction']:.1%}")
     elif record.get("pairs"):
-        reward = [f"accuracy {record['reward_accuracy']:.1%}", f"margin {record['reward_margin']:.3g}"]
-    return [
-        f"loss {_shown_loss(record)}",
-        *reward,
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"{rounded_text(record['tflops_per_device'], 3)} TFLOP/s/device",
-        *mfu,
-        *rate,
-        f"grad {record['grad_norm']:.3g}",
-        f"batch {record['global_batch_to_train']}",
-    ]
+        parts += [f"accuracy {record['reward_accuracy']:.1%}", f"margin {record['reward_margin']:.3g}"]
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"{rounded_text(record['tflops_per_device'], 3)} TFLOP/s/device")
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if not math.isnan(record["learning_rate"]):
+        parts.append(f"lr {record['learning_rate']:.3g}")
+    return [*parts, f"grad {record['grad_norm']:.3g}", f"batch {record['global_batch_to_train']}"]
 
 
-def _fitting(parts: Sequence[str], width: int) -> str:
+def _fit(parts: Sequence[str], width: int) -> str:
     """The parts as one line of at most `width` characters; the least important ones are dropped first."""
     left = list(parts)
     for dispensable in _DISPENSABLE:

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ Reduction = Literal["mean", "sum", "max", "any"]
 
 
 class Objective(Protocol):
-    """The loss of rows as sums; the factor that multiplies every term makes them means."""
+    """Summed losses of rows; `factor` normalizes them."""
 
     @property
     def rows_per_example(self) -> int:
@@ -38,13 +38,8 @@ class Objective(Protocol):
         """The name of the count that divides the loss."""
         ...
 
-    @property
-    def divisor_dtype(self) -> type[np.generic]:
-        """int32, or float32 where a row may count in part."""
-        ...
-
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """The `target_tokens` of each row, int32 [..., B], and its part of the divisor."""
+        """The `target_tokens` of each row, int32 [..., B], and its part of the divisor, int32 or float32."""
         ...
 
     @property
@@ -86,7 +81,6 @@ class OneRowExamples:
     """The base of objectives whose examples are single rows."""
 
     rows_per_example = 1
-    divisor_dtype: type[np.generic] = np.int32
     reductions: Mapping[str, Reduction] = MappingProxyType({})
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
@@ -106,7 +100,7 @@ class NextToken(OneRowExamples):
         return {"target_tokens": target_tokens(rows)}
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """See `Objective`."""
+        """The weighted negative log-likelihood of the targets, with the z-loss and the experts' losses."""
         # The weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
         weight_BT = rows["weights"] * factor
         loss, sums = outputs.cross_entropy(rows["targets"], weight_BT)
@@ -150,12 +144,7 @@ def objective_of(config: Config) -> ScoredObjective:
 WEIGHT = "loss_weight"
 """The count that divides a custom loss, and its metric."""
 
-_TOKENS, _ROWS = 16, 4  # of the batch that a loss is tried on
 _MICRO_BATCH_AXES = ("batch", "length")
-_CLOSE = 1e-4  # relative tolerance of float32 sums
-
-
-NumpyRows: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +182,7 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CustomLoss(OneRowExamples):
-    """The objective that minimises a `Loss`; see `objective.ScoredObjective`.
+    """The objective that minimises a `Loss`.
 
     Attributes:
       vocab_size, emb_dim: of the logits and hidden states.
@@ -204,39 +193,39 @@ class CustomLoss(OneRowExamples):
     emb_dim: int
 
     divisor = WEIGHT
-    divisor_dtype = np.float32
     own_sums = ()
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and the weight of each row."""
         axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
-        return {"target_tokens": target_tokens(rows), WEIGHT: self._weights(_in_token_order(rows, axes))}
+        return {"target_tokens": target_tokens(rows), WEIGHT: self._row_weights(_in_token_order(rows, axes))}
 
-    def _weights(self, rows: Rows) -> jax.Array:
-        weight = self._weight_of_row
+    def _row_weights(self, rows: Rows) -> jax.Array:
+        """The weight of each row, [..., B]. Zeros stand for the model's outputs, on which it must not depend."""
+
+        def weight_of_row(row: Rows) -> jax.Array:
+            shape = 1, row["tokens"].shape[0]
+            zeros = Predictions(
+                lambda: jnp.zeros(shape),
+                lambda: jnp.zeros((*shape, self.vocab_size)),
+                lambda: jnp.zeros((*shape, self.emb_dim)),
+            )
+            _, weight = self.function(zeros, {name: x[None] for name, x in row.items()})
+            return weight.astype(jnp.float32)
+
         for _ in range(rows["weights"].ndim - 1):
-            weight = jax.vmap(weight)
-        return weight(rows)
-
-    def _weight_of_row(self, row: Rows) -> jax.Array:
-        """The weight of a row of arrays [T]. Zeros stand for the model's outputs, on which it must not depend."""
-        sizes = 1, row["tokens"].shape[0]
-        nothing = Predictions(
-            lambda: jnp.zeros(sizes),
-            lambda: jnp.zeros((*sizes, self.vocab_size)),
-            lambda: jnp.zeros((*sizes, self.emb_dim)),
-        )
-        return self.function(nothing, {name: x[None] for name, x in row.items()})[1].astype(jnp.float32)
+            weight_of_row = jax.vmap(weight_of_row)
+        return weight_of_row(rows)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss with the experts' auxiliary losses, in which a row has its own weight."""
-        total, _ = self._of(outputs, rows)
+        total, _ = self._sum_and_weight(outputs, rows)
         loss = factor * total
-        weight_B = factor * self._weights(_in_token_order(rows, _MICRO_BATCH_AXES))
-        more, sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
-        return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
+        weight_B = factor * self._row_weights(_in_token_order(rows, _MICRO_BATCH_AXES))
+        auxiliary, auxiliary_sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
+        return loss + auxiliary, LossSums(loss, jnp.zeros_like(loss), auxiliary_sums)
 
-    def _of(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    def _sum_and_weight(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
         def ordered(x: jax.Array) -> jax.Array:
             return in_token_order(x, _MICRO_BATCH_AXES + (None,) * (x.ndim - 2), dim=1)
 
@@ -254,16 +243,17 @@ class CustomLoss(OneRowExamples):
 
     def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, ...]:
         """The sum, the weight and the target tokens of all rows, each [1]."""
-        found = *self._of(outputs, rows), jnp.sum(rows["weights"] > 0, dtype=jnp.int32)
-        return tuple(x[None] for x in found)
+        total, weight = self._sum_and_weight(outputs, rows)
+        return total[None], weight[None], jnp.sum(target_tokens(rows))[None]
 
     def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
         """The sum over all examples divided by their weight, and their target tokens."""
-        total, weight, tokens = (np.concatenate(part).astype(np.float64) for part in zip(*scores, strict=True))
+        total, weight, tokens = (np.concatenate(part) for part in zip(*scores, strict=True))
+        total_weight = math.fsum(weight)
         return {
-            "eval_loss": math.fsum(total) / (math.fsum(weight) or 1.0),
+            "eval_loss": math.fsum(total) / (total_weight or 1.0),
             "eval_target_tokens": int(tokens.sum()),
-            "eval_loss_weight": math.fsum(weight),
+            "eval_loss_weight": total_weight,
         }
 
 
@@ -284,82 +274,55 @@ def custom_loss(
     if z_loss_multiplier:
         raise UserError(
             f"z_loss_multiplier={z_loss_multiplier:g} does not apply to a custom objective, which is the whole loss. "
-            "Nearest that works: z_loss_multiplier=0; a z-loss can be computed from `predictions.logits()`."
+            "Nearest that works: z_loss_multiplier=0."
         )
     rng = np.random.default_rng(0)
     rows = _random_rows(rng, fields, vocab_size)
-    seen, other = (_random_outputs(rng, vocab_size, emb_dim) for _ in range(2))
-    of = functools.partial(_tried, function)
-    total, weight = of(seen, rows)
+    shape = rows["tokens"].shape
+    outputs = [rng.gamma(2.0, 2.0, shape), rng.normal(size=(*shape, vocab_size)), rng.normal(size=(*shape, emb_dim))]
+    whole = _sum_and_weight(function, outputs, rows)
     halves = [
-        of([x[part] for x in seen], {name: x[part] for name, x in rows.items()}) for part in (slice(2), slice(2, 4))
+        _sum_and_weight(function, [x[part] for x in outputs], {name: x[part] for name, x in rows.items()})
+        for part in (slice(0, 2), slice(2, 4))
     ]
-    empty = {name: np.concatenate([x, np.zeros_like(x)]) for name, x in rows.items()}
-    with_empty = of([np.concatenate([x, x]) for x in seen], empty)
-    for place, name in enumerate(("sum", "weight")):
-        whole, (first, second) = (total, weight)[place], (half[place] for half in halves)
-        if not _are_close(whole, first + second):
+    for name, found, first, second in zip(("sum", "weight"), whole, *halves, strict=True):
+        if not math.isclose(found, first + second, rel_tol=1e-4, abs_tol=1e-6):
             raise UserError(
-                f"objective: the {name} of {_ROWS} rows is {whole:.6g}, those of their two halves are {first:.6g} and "
-                f"{second:.6g}. It must be a sum over rows, never a mean: the weight divides it later."
+                f"objective: the {name} of 4 rows and 4 empty ones is {found:.6g}, those of the first and last 2 "
+                f"{first:.6g} and {second:.6g}. It must be a sum over rows, 0 where weights are 0."
             )
-        if not _are_close(whole, with_empty[place]):
-            raise UserError(
-                f"objective: the {name} of {_ROWS} rows is {whole:.6g}, and with {_ROWS} empty rows beside them "
-                f'{with_empty[place]:.6g}. Tokens with rows["weights"] 0 must add nothing: multiply by the weights.'
-            )
-    if not _are_close(weight, of(other, rows)[1]):
-        raise UserError(
-            "objective: the weight changes with the model's predictions. It must depend on the rows alone: the whole "
-            "step's weight is known before its first micro-batch is computed."
-        )
+    _, weight = whole
+    _, other_weight = _sum_and_weight(function, [np.zeros_like(x) for x in outputs], rows)
+    if not math.isclose(weight, other_weight, rel_tol=1e-4):
+        raise UserError("objective: the weight changes with the model's predictions. It must depend on the rows alone.")
     if weight <= 0:
-        raise UserError(f"objective: the weight of {_ROWS} rows with targets is {weight:.6g}; it must be above 0.")
+        raise UserError(f"objective: the weight of 4 rows with targets is {weight:.6g}; it must be above 0.")
     return CustomLoss(function, vocab_size, emb_dim)
 
 
-def _are_close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-2)
-
-
-def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> NumpyRows:
-    """Rows [_ROWS, _TOKENS] of one or two documents, some of them padded."""
-    sizes = _ROWS, _TOKENS
-    place = np.broadcast_to(np.arange(_TOKENS), sizes)
-    real = place < rng.integers(_TOKENS // 2, _TOKENS + 1, (_ROWS, 1))
-    second = place >= _TOKENS // 4
-    known = {
-        "tokens": rng.integers(0, vocab_size, sizes) * real,
-        "targets": rng.integers(0, vocab_size, sizes) * real,
-        "segments": (1 + second) * real,
-        "positions": (place - second * (_TOKENS // 4)) * real,
+def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> dict[str, np.ndarray]:
+    """Four rows of two documents and padding, then four empty ones, [8, 16]."""
+    shape = 8, 16
+    place = np.broadcast_to(np.arange(16), shape)
+    lengths = np.append(rng.integers(8, 17, 4), np.zeros(4, np.int64))
+    is_real = place < lengths[:, None]
+    rows = {name: rng.random(shape) * is_real for name in fields}
+    rows |= {
+        "tokens": rng.integers(vocab_size, size=shape) * is_real,
+        "targets": rng.integers(vocab_size, size=shape) * is_real,
+        "segments": (1 + (place >= 4)) * is_real,
+        "positions": np.where(place < 4, place, place - 4) * is_real,
+        "weights": rng.choice([0.0, 0.5, 1.0, 1.0], shape) * is_real,
     }
-    rows = {name: x.astype(np.int32) for name, x in known.items()}
-    rows |= {name: (rng.random(sizes) * real).astype(np.float32) for name in fields if name not in known}
-    return rows | {"weights": (real * rng.choice([0.0, 0.5, 1.0, 1.0], sizes)).astype(np.float32)}
+    return {name: x.astype(np.int32 if x.dtype == np.int64 else np.float32) for name, x in rows.items()}
 
 
-def _random_outputs(rng: np.random.Generator, vocab_size: int, emb_dim: int) -> list[np.ndarray]:
-    """Random likelihoods, logits and hidden states for `_random_rows`."""
-    sizes = _ROWS, _TOKENS
-    drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, emb_dim))
-    return [x.astype(np.float32) for x in drawn]
-
-
-def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: NumpyRows) -> tuple[float, float]:
-    """The function's sum and weight.
-
-    Raises:
-      UserError: it does not return two finite scalars.
-    """
-    asked = [functools.partial(jnp.asarray, x) for x in outputs]
-    found: Tree = function(Predictions(*asked), {name: jnp.asarray(x) for name, x in rows.items()})
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise UserError(f"objective: it returns {type(found).__name__}, not the pair (sum, weight).")
-    for name, x in zip(("sum", "weight"), found, strict=True):
-        shape, dtype = jnp.shape(x), jnp.result_type(x)
-        if shape or not jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.complexfloating):
-            raise UserError(f"objective: the {name} is {dtype} of shape {shape}, not a number of shape ().")
-        if not math.isfinite(float(x)):
-            raise UserError(f"objective: the {name} of {len(rows['tokens'])} random rows is {float(x)}.")
-    return float(found[0]), float(found[1])
+def _sum_and_weight(function: Loss, outputs: Sequence[np.ndarray], rows: dict[str, np.ndarray]) -> tuple[float, float]:
+    """The function's sum and weight, once they are known to be two finite scalars."""
+    nll, logits, hidden = (functools.partial(jnp.asarray, x, jnp.float32) for x in outputs)
+    found: Tree = function(Predictions(nll, logits, hidden), {name: jnp.asarray(x) for name, x in rows.items()})
+    is_pair = isinstance(found, tuple) and [jnp.shape(x) for x in found] == [(), ()]
+    if not is_pair or not all(math.isfinite(x) for x in found):
+        raise UserError(f"objective: it returned {str(found)[:80]}, not two finite numbers (sum, weight) of shape ().")
+    total, weight = found
+    return float(total), float(weight)

@@ -16,6 +16,7 @@ MAY_DIFFER = frozenset(
     {
         "grain_worker_count",  # how a host reads, not what
         "log_to",  # the first host alone writes logs
+        "log_level",
         "prometheus_port",
         "prometheus_host",
         "profiler_steps",

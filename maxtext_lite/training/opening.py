@@ -35,7 +35,7 @@ def open_run(
     own: Overrides = CONFIGURED,
     *,
     device_memory_gb: float | None = None,
-) -> TrainingRun[ExampleSource]:
+) -> TrainingRun:
     """The run of a config, with its data opened and its batches planned.
 
     Args:

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
-from maxtext_lite.config import Config, NumericsConfig, OptimizerConfig, UserError
+from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
@@ -61,13 +61,6 @@ class LossScaling:
         return not self.fixed and scale > _LEAST
 
 
-def loss_scaling(config: NumericsConfig) -> LossScaling | None:
-    """The loss scaling of a config; None where its dtype has the range of float32."""
-    if config.dtype != "float16":
-        return None
-    return LossScaling(config.loss_scale, config.loss_scale_growth_interval)
-
-
 class WithMaster(NamedTuple):
     """An inner optimizer's state, and the float32 masters that it updates; rounded, they are the weights."""
 
@@ -75,15 +68,16 @@ class WithMaster(NamedTuple):
     master: Tree
 
 
-def _parts(state: optax.MultiStepsState) -> tuple[Tree, Tree]:
+def _inner_and_master(state: optax.MultiStepsState) -> tuple[Tree, Tree]:
     """The inner optimizer's state, and the masters or None."""
-    inner: Any = state.inner_opt_state
-    return (inner.inner, inner.master) if isinstance(inner, WithMaster) else (inner, None)
+    if isinstance(state.inner_opt_state, WithMaster):
+        return state.inner_opt_state.inner, state.inner_opt_state.master
+    return state.inner_opt_state, None
 
 
 def master_of(state: optax.MultiStepsState) -> Tree:
     """The float32 masters of a state, or the leaves in their place in a tree like it; None without masters."""
-    return _parts(state)[1]
+    return _inner_and_master(state)[1]
 
 
 def with_master(state: optax.MultiStepsState, master: Tree) -> optax.MultiStepsState:
@@ -164,33 +158,43 @@ class GradientAccumulation(optax.MultiSteps):
         state: Any = super().init(wide)
         if self.has_masters(params):
             state = state._replace(inner_opt_state=WithMaster(state.inner_opt_state, wide))
-        scale = self.loss_scaling.init() if self.loss_scaling else ()
-        return state._replace(acc_grads=state.acc_grads if self._keeps_sum else (), skip_state=scale)
+        if self.loss_scaling:
+            state = state._replace(skip_state=self.loss_scaling.init())
+        return state if self._keeps_sum else state._replace(acc_grads=())
 
-    def _with_biases(self, updates: Tree, expert_counts: jax.Array | None) -> Tree:
-        """The updates, those of the routers' biases included."""
+    def _set_bias_updates(self, updates: Tree, expert_counts: jax.Array | None) -> Tree:
+        """Replaces the updates of the routers' biases by those that the expert counts ask for."""
         if self._biases is None:
             return updates
         assert expert_counts is not None
-        of_biases = self._bias_rate * jnp.sign(jnp.mean(expert_counts, axis=-1, keepdims=True) - expert_counts)
+        mean = jnp.mean(expert_counts, axis=-1, keepdims=True)
+        bias_update = self._bias_rate * jnp.sign(mean - expert_counts)
         # In a pipeline with several rounds, a bias is stored by round.
-        return jax.tree.map(lambda is_bias, u: of_biases.reshape(u.shape) if is_bias else u, self._biases, updates)
+        return jax.tree.map(lambda is_bias, u: bias_update.reshape(u.shape) if is_bias else u, self._biases, updates)
 
     def loss_scale(self, state: optax.MultiStepsState) -> jax.Array | None:
         """The factor of the loss in the next backward pass; None without loss scaling."""
-        skip_state: Any = state.skip_state
-        return skip_state.scale if self.loss_scaling else None
+        return cast(LossScaleState, state.skip_state).scale if self.loss_scaling else None
+
+    def next_loss_scale(self, state: optax.MultiStepsState, finite: jax.Array) -> optax.MultiStepsState:
+        """The state with the loss scale after a step, whose gradient was `finite` or not."""
+        assert self.loss_scaling is not None
+        return state._replace(skip_state=self.loss_scaling.next(cast(LossScaleState, state.skip_state), finite))
 
     def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
         """Whether this many skipped steps in a row end the run: no update is applied from then on."""
-        return jnp.array(False) if self.max_skipped is None else jnp.asarray(skipped_in_a_row) >= self.max_skipped
+        if self.max_skipped is None:
+            return jnp.array(False)
+        return jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
     def skipped_after(self, skipped_in_a_row: jax.Array, finite: jax.Array, loss_scale: Tree) -> jax.Array:
         """Skipped steps in a row after one more step; one that the loss scale may explain does not count. Once the run
         has ended, the number stays.
         """
-        counts = self.loss_scaling is None or ~jnp.asarray(self.loss_scaling.may_shrink(loss_scale))
-        after = jnp.where(finite, 0, skipped_in_a_row + jnp.asarray(counts, jnp.int32))
+        more: Any = 1
+        if self.loss_scaling:
+            more = 1 - jnp.asarray(self.loss_scaling.may_shrink(loss_scale), jnp.int32)
+        after = jnp.where(finite, 0, skipped_in_a_row + more)
         return jnp.where(self.has_ended(skipped_in_a_row), skipped_in_a_row, after)
 
     def accumulator(self, params: Tree, *leading: int) -> Tree:
@@ -221,11 +225,12 @@ class GradientAccumulation(optax.MultiSteps):
           expert_counts: the tokens that chose each expert in the step, [L, E] of the layers with experts; needed where
             routers have biases.
         """
-        inner, master = _parts(state)
-        updates, inner = self.inner_opt.update(gradients, inner, as_float32(params) if master is None else master)
+        inner, master = _inner_and_master(state)
+        wide = as_float32(params) if master is None else master
+        updates, inner = self.inner_opt.update(gradients, inner, wide)
         if not self._has_rate:
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
-        updates = self._with_biases(updates, expert_counts)
+        updates = self._set_bias_updates(updates, expert_counts)
         if master is None:
             new_params = optax.apply_updates(params, updates)
         else:
@@ -236,21 +241,15 @@ class GradientAccumulation(optax.MultiSteps):
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra_args: Tree) -> tuple[Tree, Tree]:
         """As the original: at every `every_k_schedule`-th call the updates of the sum, otherwise zeros."""
-        inner, master = _parts(state)
+        inner, master = _inner_and_master(state)
         sums = state.acc_grads if self._keeps_sum else self.accumulator(updates)
-        params = params if params is None or master is None else master
-        found, new = super().update(
-            as_float32(updates), state._replace(inner_opt_state=inner, acc_grads=sums), params, **extra_args
-        )
-        inner = new.inner_opt_state
+        plain = state._replace(inner_opt_state=inner, acc_grads=sums)
+        found, new = super().update(as_float32(updates), plain, params if master is None else master, **extra_args)
         if master is not None:
-            inner = WithMaster(inner, optax.apply_updates(master, found))
-        return found, new._replace(
-            inner_opt_state=inner, acc_grads=new.acc_grads if self._keeps_sum else (), skip_state=state.skip_state
-        )
+            new = new._replace(inner_opt_state=WithMaster(new.inner_opt_state, optax.apply_updates(master, found)))
+        new = new._replace(skip_state=state.skip_state)
+        return found, new if self._keeps_sum else new._replace(acc_grads=())
 
-
-_BIAS_AXES = ("router_bias",)
 
 Rate: TypeAlias = Callable[[Scalar], jax.Array]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that reaches it."""
@@ -347,7 +346,7 @@ def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformat
         case "lion":
             return optax.scale_by_lion(config.adam_b1, config.adam_b2)
         case "adafactor":
-            return _of_each_tensor(
+            return _per_tensor(
                 optax.chain(
                     optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
                 ),
@@ -357,39 +356,40 @@ def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformat
             return _muon(config, axes)
 
 
-def _over_axes(function: Callable[[tuple[str, ...]], object], axes: Tree) -> Tree:
+def _map_axes(function: Callable[[tuple[str, ...]], object], axes: Tree) -> Tree:
     """`function` of each parameter's logical axes, as a tree like the parameters."""
     return jax.tree.map(function, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
+def _per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
     """`inner` applied to every tensor by itself, to each layer of a stack and each expert, as if there were no stacks.
 
     Its state is a tree like the parameters with one state of `inner` per stack: arrays have the stack's dims before
     their own; scalars, which are counts, are shared by the stack.
     """
-    num_stacked = dict(
-        jax.tree_util.tree_leaves_with_path(_over_axes(lambda leaf: len(leaf) - len(per_tensor_axes(leaf)), axes))
-    )
+    stacked = _map_axes(lambda leaf: len(leaf) - len(per_tensor_axes(leaf)), axes)
+    num_stacked = dict(jax.tree_util.tree_leaves_with_path(stacked))
 
     def over(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
 
     def init(params: Tree) -> Tree:
         def of_stack(path: TreePath, p: jax.Array) -> Tree:
-            one, of_one_tensor = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype), inner.init
+            one = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype)
+            out_axes = over(jax.eval_shape(inner.init, one))
+            init_stack = inner.init
             for _ in range(num_stacked[path]):
-                of_one_tensor = jax.vmap(of_one_tensor, out_axes=over(jax.eval_shape(inner.init, one)))
-            return of_one_tensor(p)
+                init_stack = jax.vmap(init_stack, out_axes=out_axes)
+            return init_stack(p)
 
         return jax.tree_util.tree_map_with_path(of_stack, params)
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         def of_stack(path: TreePath, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
-            of_one_tensor = inner.update
+            update_stack = inner.update
             for _ in range(num_stacked[path]):
-                of_one_tensor = jax.vmap(of_one_tensor, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
-            return of_one_tensor(update, state, p)
+                update_stack = jax.vmap(update_stack, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
+            return update_stack(update, state, p)
 
         tree = jax.tree.structure(updates)
         found = tree.flatten_up_to(jax.tree_util.tree_map_with_path(of_stack, updates, state, params))
@@ -398,25 +398,27 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
     return optax.GradientTransformation(init, update)
 
 
-def _along(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
+def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
     """`inner`, mapped over the dim `name` of the parameters that have one, so that it stays split as it is.
 
     The state is that of `inner`. Counts are shared by all parameters.
     """
-    places = _over_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
-    at = dict(jax.tree_util.tree_leaves_with_path(places))
+    places = _map_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
+    dim_of = dict(jax.tree_util.tree_leaves_with_path(places))
+    if not dim_of:
+        return inner
 
-    def dims(tree: Tree) -> Tree:
-        def dim(path: TreePath, _: jax.Array) -> int | None:  # the state's paths end in those of the parameters
-            return next((at[path[start:]] for start in range(len(path)) if path[start:] in at), None)
-
-        return jax.tree_util.tree_map_with_path(dim, tree)
+    def dim(path: TreePath, _: jax.Array) -> int | None:
+        for start in range(len(path)):  # the state's paths end in those of the parameters
+            if path[start:] in dim_of:
+                return dim_of[path[start:]]
+        return None
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        of = (dims(updates), dims(state), dims(params))
-        return jax.vmap(inner.update, in_axes=of, out_axes=of[:2])(updates, state, params)
+        in_axes = tuple(jax.tree_util.tree_map_with_path(dim, tree) for tree in (updates, state, params))
+        return jax.vmap(inner.update, in_axes=in_axes, out_axes=in_axes[:2])(updates, state, params)
 
-    return optax.GradientTransformation(inner.init, update) if at else inner
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
@@ -428,13 +430,12 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
 
     def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
         """The input and output dims of a stacked projection; None where Muon does not apply."""
-        matrix = per_tensor_axes(leaf)
         if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
-        dims = range(-len(matrix), 0)
+        matrix = per_tensor_axes(leaf)
+        dims = tuple(range(-len(matrix), 0))
         split = num_inputs(matrix)
-        inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=dims[:split], output_axis=dims[split:])
 
     # Optax's muon applies a learning rate: 1 leaves it to the train step, and -1 undoes the sign.
     muon = optax.contrib.muon(
@@ -444,11 +445,11 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
         adam_b2=config.adam_b2,
         eps=config.adam_eps,
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=_over_axes(dimension_numbers, axes),
+        muon_weight_dimension_numbers=_map_axes(dimension_numbers, axes),
     )
     # It merges all dims before a matrix, of which only the first can stay split: that is to be the layers'.
     for name in ("repeats", "experts"):
-        muon = _along(name, muon, axes)
+        muon = _vmap_dim(name, muon, axes)
     return optax.chain(muon, optax.scale(-1.0))
 
 
@@ -489,8 +490,8 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
       axes: the parameters' logical axes, which decide what is decayed.
       own: replaces all of it, the learning rate included; None: nothing does.
     """
-    biases = _over_axes(lambda leaf: unstacked(leaf) == _BIAS_AXES, axes)
-    decayed = _over_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
+    biases = _map_axes(lambda leaf: unstacked(leaf) == ("router_bias",), axes)
+    decayed = _map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
         own
@@ -499,7 +500,7 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
             _direction(config, axes),
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
         ),
-        loss_scaling(config),
+        LossScaling(config.loss_scale, config.loss_scale_growth_interval) if config.dtype == "float16" else None,
         max_skipped=config.max_skipped_updates if config.skip_nonfinite_updates else 1,
         biases=biases if any(jax.tree.leaves(biases)) else None,
         bias_rate=config.routed_bias_update_rate,

@@ -20,7 +20,6 @@ from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims
-from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
@@ -48,13 +47,12 @@ class Reader:
         """
         raise NotImplementedError
 
-    def load_adapters(self, plain: Params, where: Tree, lora_rank: int | None = None) -> Params:
+    def load_adapters(self, plain: Params, where: Tree) -> Params:
         """The adapters, float32.
 
         Args:
           plain: the parameters that they adapt, or their shapes.
           where: one sharding for all, or a tree of shardings.
-          lora_rank: of the config; None: the directory decides it.
         Raises:
           UserError: they cannot be read.
         """
@@ -108,10 +106,8 @@ def check_start(config: Config, *, resumes: bool) -> None:
     except UserError as error:
         if not resumes or config.run_kind == "rl":  # whose reference may be read there again
             raise
-        *others, last = error.problems
-        own = f"{run_directory(config)}/config.yml load_parameters_path="
-        works = f"Nearest that works: train {own} (empty), as the run resumes with its own parameters."
-        raise UserError([*others, f"{last} {works}"]) from None
+        nearest = "Nearest that works: load_parameters_path= (empty), as the run resumes with its own parameters."
+        raise UserError(f"{error} {nearest}") from None
 
 
 def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:
@@ -122,25 +118,15 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
     Raises:
       UserError: there is none; names `key`.
     """
-    found = checkpoints_in(path, key)
     problems = []
-    for directory in found:
-        problem, summary = check(directory, items)
+    for directory in checkpoints_in(path, key):
+        problem = check(directory, items)
         if problem is None:
-            if problems:
-                _note(f"{'; '.join(problems)}. The checkpoint before is taken: {directory}")
-            elif "no checksums" in summary:
-                _note(f"{directory}: {summary}")
+            if problems and jax.process_index() == 0:
+                print(f"note: {full_text('; '.join(problems))}. {directory} is taken instead", file=sys.stderr)
             return directory
         problems.append(f"{directory} is damaged: {problem}")
-    itself = absolute(original(path, key))
-    none_before = "; there is none before it" if len(found) > 1 or found[0] != itself else ""
-    raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}{none_before}.")
-
-
-def _note(text: str) -> None:
-    if jax.process_index() == 0:
-        print(f"note: {full_text(text)}", file=sys.stderr)
+    raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}.")
 
 
 def save_parameters(directory: Path, params: Params) -> None:
@@ -235,9 +221,7 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Params,
     with reading(directory):  # damage to an older checkpoint may only show here
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
     if problems := _shape_differences(saved, as_saved):
-        shown, more = "; ".join(problems[:3]), len(problems) - 3
-        others = f"; and {more} more differ" if more > 0 else ""
-        raise UserError(f"{key}={path}: {shown}{others}.{_model_keys_of(directory)}")
+        raise UserError(f"{key}={path}: {'; '.join(problems[:3])}.{_model_keys_of(directory)}")
     return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
 
 
@@ -299,12 +283,10 @@ def _stack_dims(params: Params) -> list[tuple[int, ...]]:
 def reshaped(tree: Tree, abstract: Tree) -> Tree:
     """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
 
-    def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        if x.shape == wanted.shape:
-            return x
-        return _reshape(wanted.shape, wanted.sharding)(x)
+    def reshape(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        return x if x.shape == wanted.shape else _reshape(wanted.shape, wanted.sharding)(x)
 
-    return jax.tree.map(change, tree, abstract)
+    return jax.tree.map(reshape, tree, abstract)
 
 
 @functools.cache  # one compilation for all parameters of one shape
@@ -322,12 +304,13 @@ def _model_keys_of(directory: Path) -> str:
 
 
 def _shape_differences(saved: Tree, wanted: Tree) -> list[str]:
-    there, here = (
-        {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (saved, wanted)
-    )
+    there, here = _shapes_by_name(saved), _shapes_by_name(wanted)
     return [
         f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]
+
+
+def _shapes_by_name(tree: Tree) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,7 +1,7 @@
 """Saving and verification of checkpoints: Orbax writes them, they are hashed, and only then do they get their name.
 
-Once Orbax has finished a checkpoint, each process adds the checksums of its share of the files; once all checksums are
-written, the first process makes the checkpoint count (see `saving`).
+Each process hashes its share of the files that Orbax has written; once all checksums are there, the first process makes
+the checkpoint count.
 """
 
 import concurrent.futures
@@ -14,154 +14,231 @@ import logging
 import os
 import re
 import shutil
-import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
-from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from maxtext_lite.config.bucket import is_bucket, names_below, remove_objects, storage_errors
-from maxtext_lite.config.errors import UserError, WriteError, bytes_text, cannot_write, value_text
-from maxtext_lite.config.json_file import path_below
+from maxtext_lite.config.errors import UserError, WriteError, cannot_write, value_text
 from maxtext_lite.config.phases import phases
-from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED, to_disk, write_whole
+from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED, to_disk
 from maxtext_lite.parallel import Tree, exchange, on_first_host
 
-_PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
+FORMAT = 4
+"""Of a checkpoint; one of another format is refused, but for its parameters."""
+
+_CHECKSUMS = re.compile(r"sha256\.\d+-of-(\d+)")
 _LAST_LINE = "# sha256 of the lines above: "
-_OWNER = re.compile(r"(?:ocdbt\.)?process_(\d{1,6})")
-_LOST = (errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # on a disk; in a bucket EIO is any refusal
-_THREADS = min(8, os.cpu_count() or 1)
+_OWNER = re.compile(r"(?:ocdbt\.)?process_(\d+)")
+_DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
+    errno.ENOENT, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT,
+)  # fmt: skip
+_TIMEOUT_SECONDS = 1200  # for the slowest process to reach a barrier
+_SLICE_BYTES = 1 << 20
+
+
+# ---- When a checkpoint counts ------------------------------------------------------------------
+
+
+class DiskStore:
+    """Checkpoints in a directory of a file system: each is written under another name and renamed when complete."""
+
+    def unfinished_path(self, directory: Path) -> Path:
+        """Where a checkpoint is written before it becomes `directory`."""
+        return directory.with_name(UNFINISHED + directory.name)
+
+    def prepare(self, directory: Path) -> None:
+        """Removes what an earlier attempt to write this checkpoint left."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for path in directory.parent.glob(f"{UNFINISHED}{directory.name}*"):  # Orbax appends .orbax-...
+            shutil.rmtree(path)
+
+    def flush(self, directory: Path, names: Iterable[str]) -> None:
+        """Writes files and the folders that name them through to the disk, so that they outlast a power cut."""
+        files = [directory / name for name in names]
+        folders = {folder for file in files for folder in file.parents if folder.is_relative_to(directory)}
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            list(threads.map(to_disk, [*files, *folders]))
+
+    def commit(self, directory: Path) -> None:
+        """Publishes a written checkpoint, replacing any existing one."""
+        if directory.exists():
+            self.remove(directory)
+        self.unfinished_path(directory).rename(directory)
+        to_disk(directory.parent)
+
+    def remove(self, directory: Path) -> None:
+        """Deletes a checkpoint; it is renamed first, so a half-deleted one never counts."""
+        deleted = directory.with_name(DELETED + directory.name)
+        if deleted.exists():
+            shutil.rmtree(deleted)
+        shutil.rmtree(directory.rename(deleted))
+
+    def quarantine(self, directory: Path) -> Path:
+        """Renames a damaged checkpoint, replacing an earlier one of its step; returns its new name."""
+        aside = directory.with_name(DAMAGED + directory.name)
+        if aside.exists():
+            shutil.rmtree(aside)
+        return directory.rename(aside)
+
+    def remove_leftovers(self, parent: Path) -> None:
+        """Creates the directory of checkpoints, and removes what a killed process left half-written or half-deleted."""
+        parent.mkdir(parents=True, exist_ok=True)
+        for path in parent.iterdir():
+            if path.name.startswith((UNFINISHED, DELETED)) or ".orbax-checkpoint-tmp" in path.name:
+                shutil.rmtree(path)
+
+
+class BucketStore:
+    """Checkpoints in a bucket, where nothing can be renamed: one counts unless an object beside it marks it."""
+
+    def unfinished_path(self, directory: Path) -> Path:
+        """The checkpoint's own directory."""
+        return directory
+
+    def prepare(self, directory: Path) -> None:
+        """Marks a checkpoint as unfinished, and removes an earlier one."""
+        with storage_errors(directory):
+            _mark(directory, UNFINISHED).write_bytes(b"-")
+            remove_objects(directory)
+            _mark(directory, DAMAGED).unlink(missing_ok=True)
+
+    def flush(self, directory: Path, names: Iterable[str]) -> None:
+        """Nothing: an object is stored once it is written."""
+
+    def commit(self, directory: Path) -> None:
+        """Publishes a written checkpoint."""
+        with storage_errors(directory):
+            _mark(directory, UNFINISHED).unlink()
+
+    def remove(self, directory: Path) -> None:
+        """Deletes a checkpoint; it is marked first, so a half-deleted one never counts."""
+        with storage_errors(directory):
+            _mark(directory, DELETED).write_bytes(b"-")
+            remove_objects(directory)
+            _mark(directory, DELETED).unlink()
+
+    def quarantine(self, directory: Path) -> Path:
+        """Marks a damaged checkpoint; returns the mark."""
+        with storage_errors(directory):
+            _mark(directory, DAMAGED).write_bytes(b"-")
+        return _mark(directory, DAMAGED)
+
+    def remove_leftovers(self, parent: Path) -> None:
+        """Removes what a killed process left half-written or half-deleted."""
+        with storage_errors(parent):
+            for path in [*parent.iterdir()] if parent.exists() else ():
+                for mark in (UNFINISHED, DELETED):
+                    if path.name.startswith(mark):
+                        remove_objects(path.with_name(path.name.removeprefix(mark)))
+                        path.unlink()
+
+
+def _mark(directory: Path, mark: str) -> Path:
+    return directory.with_name(mark + directory.name)
+
+
+def store_of(path: Path) -> DiskStore | BucketStore:
+    """How checkpoints at this path begin and cease to count."""
+    return BucketStore() if is_bucket(path) else DiskStore()
+
+
+# ---- Checksums ---------------------------------------------------------------------------------
 
 
 class Damaged(Exception):
-    """A checkpoint file that differs from what was written; says which one and how."""
+    """A checkpoint file differs from what was written; says which one and how."""
 
 
-@contextlib.contextmanager
-def finding_damage(path: Path, name: str) -> Generator[None]:
-    """A block that reads a file of a checkpoint, which messages call `name`.
-
-    Raises:
-      Damaged: it is gone, or the disk cannot read it.
-      OSError: it cannot be read now, by this process or over this network, and may be whole.
-    """
-    try:
-        with storage_errors(path):
-            yield
-    except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
-    except OSError as error:
-        if is_bucket(path) or error.errno not in _LOST:
-            raise
-        raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
-
-
-def part_name(process: int, num_processes: int) -> str:
-    """The name of the file with the checksums of one process, which also states the number of such files."""
-    return f"sha256.{process}-of-{num_processes}"
-
-
-def write_part(directory: Path, process: int, num_processes: int) -> int:
+def write_checksums(directory: Path, process: int, num_processes: int) -> None:
     """Writes the checksums of a process's share: the files that Orbax named after it; the first process adds the rest.
 
-    The share follows from names alone, so no process need see what another has just written. On a file system, all of
-    it is on the disk afterwards: a power cut then takes no part of a checkpoint that counts.
-
-    Returns:
-      The number of bytes hashed.
+    The share follows from names alone, so no process need see what another has just written.
     """
     own = [name for name in _files(directory) if _owner(name, num_processes) == process]
-    digests = _digests(directory, own, syncs=not is_bucket(directory))
-    hashed = sum(size for _, size in digests.values())
-    lines = [f"{digest}  {name}\n" for name, (digest, _) in digests.items()]
-    text = "".join(lines)
-    text += _LAST_LINE + hashlib.sha256(text.encode()).hexdigest() + "\n"
-    part = directory / part_name(process, num_processes)
-    if is_bucket(directory):
-        with storage_errors(part):
-            part.write_text(text)
-    else:
-        write_whole(part, text)
-        for folder in {parent for name in own for parent in (directory / name).relative_to(directory).parents}:
-            to_disk(directory / folder)
-    return hashed
+    lines = "".join(f"{digest}  {name}\n" for name, digest in _hash_files(directory, own).items())
+    text = f"{lines}{_LAST_LINE}{hashlib.sha256(lines.encode()).hexdigest()}\n"
+    file = directory / f"sha256.{process}-of-{num_processes}"
+    with storage_errors(file):
+        file.write_text(text)
+    store_of(directory).flush(directory, [*own, file.name])
 
 
-def read_manifest(directory: Path) -> dict[str, str] | None:
-    """The checksum of each file of a checkpoint by name; None if the checkpoint has no checksums.
+def read_checksums(directory: Path) -> dict[str, str]:
+    """The checksum of each file of a checkpoint, by name.
 
     Raises:
-      Damaged: the part of a process is missing, changed, or that of another process.
-      OSError: see `finding_damage`.
+      Damaged: those of a process are missing or changed.
+      OSError: they cannot be read now.
     """
-    with finding_damage(directory, directory.name):
-        parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
-    if not parts:
-        return None
-    num_processes = max(int(name.rpartition("-")[2]) for name in parts)
+    with _finding_damage(directory, directory.name):
+        counts = [found[1] for path in directory.iterdir() if (found := _CHECKSUMS.fullmatch(path.name))]
+    if not counts:
+        raise Damaged("its checksums are missing")
     digests: dict[str, str] = {}
-    for process in range(num_processes):
-        name = part_name(process, num_processes)
-        if name not in parts:
-            raise Damaged(f"{name} is missing")
-        part = _read_part(parts[name])
-        if any(_owner(file, num_processes) != process for file in part):
-            raise Damaged(f"{name} is that of another process")
-        digests |= part
+    for process in range(int(counts[0])):
+        name = f"sha256.{process}-of-{counts[0]}"
+        with _finding_damage(directory / name, name):
+            text = (directory / name).read_bytes().decode(errors="replace")
+        lines, _, digest = text.rpartition(_LAST_LINE)
+        if digest != hashlib.sha256(lines.encode()).hexdigest() + "\n":
+            raise Damaged(f"{name} is not as it was written")
+        digests |= {file: digest for digest, _, file in (line.partition("  ") for line in lines.splitlines())}
     return digests
 
 
-def damage(
-    directory: Path, digests: Mapping[str, str], *, share: int = 0, num_shares: int = 1
-) -> tuple[str | None, int]:
-    """The first damaged file in a share of a checkpoint's files, None if all are whole; and the number of bytes hashed.
+def find_damage(directory: Path, digests: Mapping[str, str]) -> str | None:
+    """The first of these files that is damaged, and how; None if all are as they were written.
+
+    Raises:
+      OSError: a file cannot be read now.
+    """
+    try:
+        found = _hash_files(directory, digests)
+    except Damaged as problem:
+        return str(problem)
+    return next((f"{name} is not as it was written" for name in digests if found[name] != digests[name]), None)
+
+
+def check(directory: Path, items: Collection[str] = ()) -> str | None:
+    """The first damage of a checkpoint; None if its files are as they were written. All hosts call it.
 
     Args:
-      digests: of the files to check, by name.
+      items: the items that will be read; empty: all.
     Raises:
-      OSError: see `finding_damage`.
+      UserError: the hosts do not see the same files, or one cannot read them now.
     """
-    own = sorted(digests)[share::num_shares]
+    digests: dict[str, str] = {}
+    problem = None
     try:
-        found = _digests(directory, own)
-    except Damaged as problem:
-        return str(problem), 0
-    changed = (f"{name} is not as it was written" for name in own if found[name][0] != digests[name])
-    return next(changed, None), sum(size for _, size in found.values())
-
-
-def in_items(digests: Mapping[str, str], items: Collection[str]) -> dict[str, str]:
-    """The checksums of the files of these items of a checkpoint, and of files that belong to no item."""
-    return {name: digest for name, digest in digests.items() if "/" not in name or name.partition("/")[0] in items}
-
-
-def _read_part(path: Path) -> dict[str, str]:
-    try:
-        with finding_damage(path, path.name):
-            text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise Damaged(f"{path.name} cannot be read: it is not UTF-8 text") from None
-    lines, mark, digest = text.rpartition(_LAST_LINE)
-    if not mark or digest != hashlib.sha256(lines.encode()).hexdigest() + "\n":
-        raise Damaged(f"{path.name} is not as it was written")
-    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines.splitlines())}
-    for name in digests:
-        try:
-            path_below(path.parent, name, path.name)
-        except UserError as error:
-            raise Damaged(str(error).rstrip(".")) from None
-    return digests
+        with _readable(directory):
+            digests = read_checksums(directory)
+    except Damaged as error:
+        problem = str(error)
+    contents = hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+    views = exchange([problem, contents])
+    for host, view in enumerate(views):
+        if view != views[0]:
+            raise UserError(
+                f"host {host} does not see the same files in {directory} as host 0. All hosts of a run need "
+                "base_output_directory on a file system that they share."
+            )
+    if problem is None:
+        needed = sorted(name for name in digests if not items or "/" not in name or name.partition("/")[0] in items)
+        share = needed[jax.process_index() :: jax.process_count()]
+        with _readable(directory):
+            problem = find_damage(directory, {name: digests[name] for name in share})
+    return next((each for each in exchange(problem) if each is not None), None)
 
 
 def _files(directory: Path) -> list[str]:
-    """The names of a checkpoint's files without those of its checksums, in order."""
-    return [name for name in names_below(directory) if not _PART.match(name)]  # even while one is being written
+    """The names of a checkpoint's files, in order, without those of its checksums."""
+    return [name for name in names_below(directory) if not _CHECKSUMS.fullmatch(name)]
 
 
 def _owner(name: str, num_processes: int) -> int:
@@ -169,112 +246,42 @@ def _owner(name: str, num_processes: int) -> int:
     return named[0] if named and named[0] < num_processes else 0
 
 
-def _digests(directory: Path, names: Collection[str], *, syncs: bool = False) -> dict[str, tuple[str, int]]:
-    """The checksum and size of each file; threads hash several at once, as hashlib releases Python's lock."""
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: _digest(directory / name, name, syncs), names)
-        return dict(zip(names, found, strict=True))
+def _hash_files(directory: Path, names: Collection[str]) -> dict[str, str]:
+    """The checksum of each file; threads hash several at once, as hashlib releases Python's lock."""
+
+    def hash_file(name: str) -> str:
+        with _finding_damage(directory / name, name), (directory / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(hash_file, names), strict=True))
 
 
-def _digest(path: Path, name: str, syncs: bool) -> tuple[str, int]:
-    with finding_damage(path, name), path.open("rb") as file:
-        if syncs:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+@contextlib.contextmanager
+def _finding_damage(path: Path, name: str) -> Generator[None]:
+    """Raises Damaged if the file that the block reads is gone, or on a broken disk."""
+    try:
+        with storage_errors(path):
+            yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        if error.errno != errno.EIO or is_bucket(path):  # of a bucket it is any refusal
+            raise
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
 
 
-def unfinished_path(directory: Path) -> Path:
-    """The directory in which a checkpoint is written before it becomes `directory`."""
-    return directory if is_bucket(directory) else directory.with_name(UNFINISHED + directory.name)
+@contextlib.contextmanager
+def _readable(directory: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or directory} cannot be read: {error.strerror or error}. Retry once it can be read."
+        ) from None
 
 
-def prepare_unfinished(directory: Path) -> None:
-    """Prepares to write a checkpoint that does not count yet, and removes the remains of an earlier attempt."""
-    if is_bucket(directory):
-        with storage_errors(directory):
-            _mark(directory, UNFINISHED)
-            remove_objects(directory)
-            _unmark(directory, DAMAGED)
-        return
-    unfinished = unfinished_path(directory)
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    for path in unfinished.parent.glob(f"{unfinished.name}*"):
-        if path.name == unfinished.name or path.name.startswith(f"{unfinished.name}."):
-            shutil.rmtree(path)
-
-
-def commit(directory: Path) -> None:
-    """Makes a written checkpoint count, in place of an existing one."""
-    if is_bucket(directory):
-        with storage_errors(directory):
-            _unmark(directory, UNFINISHED)
-        return
-    if directory.exists():
-        remove(directory)
-    unfinished_path(directory).rename(directory)
-    to_disk(directory.parent)
-
-
-def remove(directory: Path) -> None:
-    """Deletes a checkpoint; it ceases to count first, so that a half-deleted one is never taken for a checkpoint."""
-    if is_bucket(directory):
-        with storage_errors(directory):
-            _mark(directory, DELETED)
-            remove_objects(directory)
-            _unmark(directory, DELETED)
-        return
-    deleted = directory.with_name(DELETED + directory.name)
-    if deleted.exists():
-        shutil.rmtree(deleted)
-    directory.rename(deleted)
-    shutil.rmtree(deleted)
-
-
-def quarantine(directory: Path) -> Path:
-    """Sets a damaged checkpoint aside; returns the new directory, or in a bucket the object that marks it."""
-    aside = directory.with_name(DAMAGED + directory.name)
-    if is_bucket(directory):
-        with storage_errors(directory):
-            _mark(directory, DAMAGED)
-        return aside
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = directory.with_name(f"{DAMAGED}{directory.name}-{number}")
-    directory.rename(aside)
-    return aside
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Deletes half-written and half-deleted checkpoints that a killed process left in a directory."""
-    with storage_errors(parent):
-        for path in [*parent.iterdir()] if parent.exists() else ():
-            mark = next((mark for mark in (UNFINISHED, DELETED) if path.name.startswith(mark)), None)
-            if is_bucket(parent) and mark:
-                remove_objects(path.with_name(path.name.removeprefix(mark)))
-                path.unlink()
-            elif mark or ".orbax-checkpoint-tmp" in path.name:
-                shutil.rmtree(path)
-
-
-def _mark(directory: Path, mark: str) -> None:
-    directory.with_name(mark + directory.name).write_bytes(b"-")
-
-
-def _unmark(directory: Path, mark: str) -> None:
-    directory.with_name(mark + directory.name).unlink(missing_ok=True)
-
-
-FORMAT = 4
-"""Of a checkpoint; one of another format is refused, but for its parameters."""
-
-_TIMEOUT_SECONDS = 1200  # for the slowest process to reach a barrier
-_ENVIRONMENT = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
-)  # fmt: skip
-_VANISHED = re.compile(r'NOT_FOUND: .* local file "([^"]+)"', re.DOTALL)  # as TensorStore says it
-_SLICE_BYTES = 1 << 20
+# ---- Writing and reading -----------------------------------------------------------------------
 
 
 def _handlers() -> dict[str, Any]:
@@ -293,8 +300,7 @@ class Saver:
     """
 
     def __init__(self, before: Callable[[], None] = lambda: None):
-        _silence_orbax()
-        _save_small_arrays_whole()
+        _set_up_orbax()
         self._before = before
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
@@ -302,19 +308,19 @@ class Saver:
         self.error: Exception | None = None
         self._saves = 0
 
-    def start(self, directory: Path, items: Mapping[str, Any], on_commit: Callable[[str], None]) -> None:
+    def start(self, directory: Path, items: Mapping[str, Any], on_commit: Callable[[], None]) -> None:
         """Starts to write a checkpoint, in place of an existing one; returns once its arrays are copied.
 
         Args:
           items: Orbax's arguments by item.
-          on_commit: called on the first host, in the background, once the checkpoint has its name, with a clause on its
-            size and the speed of hashing.
+          on_commit: called on the first host, in the background, once the checkpoint has its name.
         Raises:
           WriteError: this or an earlier save could not be written.
         """
         self.wait()
-        unfinished = unfinished_path(directory)
-        on_first_host(directory.parent, lambda: prepare_unfinished(directory))
+        store = store_of(directory)
+        unfinished = store.unfinished_path(directory)
+        on_first_host(directory.parent, lambda: store.prepare(directory))
         self._saves += 1
         try:
             with _writing(unfinished):
@@ -347,20 +353,17 @@ class Saver:
         if not self.error:
             self._checkpointer.close()
 
-    def _finish(self, unfinished: Path, directory: Path, on_commit: Callable[[str], None]) -> None:
+    def _finish(self, unfinished: Path, directory: Path, on_commit: Callable[[], None]) -> None:
         try:
             with _writing(unfinished):
                 self._checkpointer.wait_until_finished()
-                process, num_processes = jax.process_index(), jax.process_count()
-                began = time.perf_counter()
-                hashed = write_part(unfinished, process, num_processes)
-                seconds = time.perf_counter() - began
+                write_checksums(unfinished, jax.process_index(), jax.process_count())
                 self._sync("hashed")
-                if process == 0:
-                    read_manifest(unfinished)  # raises if a process's part is missing
+                if jax.process_index() == 0:
+                    read_checksums(unfinished)  # raises if a process has written elsewhere
                     self._before()
-                    commit(directory)
-                    on_commit(_speed(hashed, seconds, num_processes))
+                    store_of(directory).commit(directory)
+                    on_commit()
                 self._sync("named")
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             self.error = error
@@ -376,109 +379,43 @@ def save_alone(directory: Path, items: Mapping[str, Any]) -> None:
       WriteError: it could not be written.
     """
     saver = Saver()
-    saver.start(directory, items, on_commit=lambda _: None)
+    saver.start(directory, items, on_commit=lambda: None)
     saver.wait()
     saver.close()
 
 
-class Check(NamedTuple):
-    """The result of checking a checkpoint.
-
-    Attributes:
-      problem: the damaged file and its damage; None: no damage.
-      summary: a clause on how much was hashed and how fast.
-    """
-
-    problem: str | None
-    summary: str
-
-
-def check(directory: Path, items: Collection[str] = ()) -> Check:
-    """Compares the files of a checkpoint with their checksums. All hosts call it, and each hashes a share.
-
-    Args:
-      items: the items that will be read; empty: all.
-    Raises:
-      UserError: the hosts do not see the same files, or one cannot read them now.
-    """
-    began = time.perf_counter()
-    problem, digests = None, None
-    try:
-        with _readable(directory), finding_damage(directory, directory.name):
-            digests = read_manifest(directory)
-            if digests is None:
-                problem = "its checksums are missing"
-            elif not (directory / "params").is_dir():
-                problem = "params is missing"
-    except Damaged as error:
-        problem = str(error)
-    contents = None if digests is None else hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-    views = exchange([problem, contents])
-    for host, view in enumerate(views):
-        if view != views[0]:
-            raise UserError(
-                f"host {host} does not see the same files in {directory} as host 0. All hosts of a run need "
-                "base_output_directory on a file system that they share."
-            )
-    if problem is not None or digests is None:
-        return Check(problem, "")
-    read = in_items(digests, items) if items else digests
-    share, num_shares = jax.process_index(), jax.process_count()
-    with _readable(directory):
-        own = damage(directory, read, share=share, num_shares=num_shares)
-    found = exchange(own)
-    problem = next((problem for problem, _ in found if problem is not None), None)
-    if problem is not None:
-        return Check(problem, "")
-    checked = sum(size for _, size in found)
-    return Check(None, f"{bytes_text(checked)} checked at {_rate(checked, time.perf_counter() - began)}")
-
-
 @contextlib.contextmanager
-def _readable(directory: Path) -> Generator[None]:
-    """A block that reads a checkpoint; raises a UserError in place of an OSError."""
+def _writing(path: Path) -> Generator[None]:
+    """Raises a WriteError in place of an error of the file system or the bucket."""
     try:
-        yield
+        with storage_errors(path):
+            yield
     except OSError as error:
-        raise UserError(
-            f"{error.filename or directory} cannot be read: {error.strerror or error}. Nothing is set aside: start "
-            "again once it can be."
-        ) from None
-
-
-@contextlib.contextmanager
-def _writing(directory: Path) -> Generator[None]:
-    """A block that writes a checkpoint; raises a WriteError in place of errors that are not bugs of ours."""
-    try:
-        yield
-    except UserError:
+        raise WriteError(cannot_write(path, error)) from None
+    except Damaged as error:
+        raise WriteError(f"{path}: {error}.") from None
+    except ValueError as error:
+        # TensorStore reports errors of the operating system and of buckets as text.
+        text = str(error)
+        for number in _DISK_ERRORS:
+            if os.strerror(number) in text:
+                raise WriteError(cannot_write(path, OSError(number, os.strerror(number)))) from None
+        if is_bucket(path):
+            raise WriteError(f"{path} cannot be written: {' '.join(text.split())[:300]}.") from None
         raise
-    except Exception as error:
-        problem = _environments(directory, error)
-        if problem is None:
-            raise
-        raise WriteError(problem) from None
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Generator[None]:
-    """A block that reads a checkpoint. Ours have been compared with their checksums; those of MaxText have none.
-
-    Raises:
-      UserError: a file cannot be read, or one of a checkpoint without checksums is damaged.
-    """
+    """Raises a UserError in place of an error of what reads a checkpoint in the block."""
     try:
         with storage_errors(directory):
             yield
     except (UserError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        has_checksums = any(directory.glob("sha256.*"))
-        if has_checksums and not isinstance(error, OSError) and _environments(directory, error) is None:
-            raise
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
-        hint = "" if has_checksums else " It has no checksums that say which of its files is damaged."
-        raise UserError(f"{directory} cannot be read ({value_text(why)}).{hint}") from None
+        raise UserError(f"{directory} cannot be read ({value_text(why)}).") from error
 
 
 def _read_items(directory: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Tree]:
@@ -502,61 +439,15 @@ def saved_shapes(directory: Path, item: str) -> dict[str, Any]:
         return dict(_handlers()[item].metadata(directory / item))
 
 
-def _environments(path: Path, error: BaseException) -> str | None:
-    """The user's message for an error of the file system or the bucket; None for any other error."""
-    if isinstance(error, OSError) and error.errno in _ENVIRONMENT:
-        return cannot_write(path, error)
-    if isinstance(error, Damaged):
-        return f"{path}: {error}."
-    # TensorStore reports the operating system's errors as text.
-    text = str(error)
-    known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
-    if known:
-        return cannot_write(path, OSError(known[0], os.strerror(known[0])))
-    if vanished := _VANISHED.search(text):
-        return cannot_write(vanished[1], OSError(errno.ENOENT, os.strerror(errno.ENOENT)))
-    theirs = isinstance(error, OSError) or re.search(r"HTTP|CURL|UNAVAILABLE|PERMISSION_DENIED", text)  # TensorStore's
-    if is_bucket(path) and theirs:
-        return f"{path} cannot be written: {' '.join(text.split())[:300]}."
-    return None
-
-
-def _speed(hashed: int, seconds: float, num_processes: int) -> str:
-    each = "" if num_processes == 1 else " on each host"
-    return f"{bytes_text(hashed)}{each} hashed at {_rate(hashed, seconds)}"
-
-
-def _rate(hashed: int, seconds: float) -> str:
-    return f"{hashed / max(seconds, 1e-9) / 1e9:.2g} GB/s"
-
-
-class _NotOrbax(logging.Filter):
-    """Drops records with tracebacks of Orbax's errors: it raises them too, and we report them in one line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is shown."""
-        _, error, traceback = record.exc_info or (None, None, None)
-        raised_in = (frame.f_code.co_filename for frame, _ in walk_tb(traceback))
-        return not any("orbax" in text for text in (record.pathname, str(error), *raised_in))
-
-
 @functools.cache
-def _save_small_arrays_whole() -> None:
-    """Keeps Orbax from slicing small arrays over replicas: it compiles a program for each slice."""
+def _set_up_orbax() -> None:
+    """Small arrays are written whole, and tracebacks of writes that failed are not printed: we report one line."""
+    for name in ("absl", "asyncio"):  # absl is Orbax's logger; asyncio complains of results that were never retrieved
+        logging.getLogger(name).addFilter(_is_not_of_orbax)
+    # Orbax would compile a program for each slice of a small array over replicas.
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SLICE_BYTES)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
-@functools.cache
-def _silence_orbax() -> None:
-    """Keeps Orbax's threads from printing tracebacks after one of their writes has failed."""
-    for name in ("absl", "asyncio"):  # absl is Orbax's logger; asyncio complains of results that were never retrieved
-        logging.getLogger(name).addFilter(_NotOrbax())
-    shown = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        # Writes that end after the first failure find their event loop closed.
-        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
-            shown(unraisable)
-
-    sys.unraisablehook = hook
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname + logging.Formatter().format(record)

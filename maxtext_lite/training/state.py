@@ -311,26 +311,38 @@ def gradient_shardings(parts: StepContext) -> Tree:
 
 
 def state_shardings(parts: StepContext) -> TrainState:
-    """The sharding of each leaf of the state: optimizer state of a parameter's shape has its gradient's sharding.
+    """The sharding of each leaf of the state."""
+    decoder, local = parts.decoder, parts.local
+    everywhere: Any = sharding(parts.mesh)
+    params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
+    frozen = tree_shardings(parts.mesh, decoder.frozen(decoder.axes))
+    progress = Progress(everywhere, everywhere)
+    outer = None
+    if local is not None:
+        has_masters = parts.optimizer.has_masters(decoder.trained(decoder.abstract_params))
+        outer = OuterState(params, params if local.outer_momentum else None, params if has_masters else None)
+        params, progress = jax.tree.map(per_replica, (params, progress))
+    return TrainState(params, _opt_state_shardings(parts), progress, everywhere, everywhere, outer, frozen)
+
+
+def _opt_state_shardings(parts: StepContext) -> Tree:
+    """Optimizer state of a parameter's shape has its gradient's sharding.
 
     State that lacks one dim of its parameter (adafactor's means over it) has that sharding without the dim; the rest,
     which is counts, is replicated.
     """
-    decoder, optimizer, mesh, local = parts.decoder, parts.optimizer, parts.mesh, parts.local
-    everywhere: Any = sharding(mesh)
-    params = tree_shardings(mesh, decoder.trained(decoder.axes))
-    frozen = tree_shardings(mesh, decoder.frozen(decoder.axes))
-    trained = decoder.trained(decoder.abstract_params)
+    everywhere = sharding(parts.mesh)
+    trained = parts.decoder.trained(parts.decoder.abstract_params)
     gradients = jax.tree.leaves(gradient_shardings(parts))
-    where_of = {
+    sharding_of = {
         _names(path): (leaf.shape, where)
         for (path, leaf), where in zip(jax.tree_util.tree_leaves_with_path(trained), gradients, strict=True)
     }
 
-    def lay_out(path: TreePath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def of_parameter(path: TreePath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _names(path)
         for first in range(len(names)):  # optimizers repeat the parameters' tree below names of their own
-            shape, where = where_of.get(names[first:], ((), everywhere))
+            shape, where = sharding_of.get(names[first:], ((), everywhere))
             if shape == leaf.shape:
                 return where
             for dim in reversed(range(len(shape))):
@@ -338,20 +350,14 @@ def state_shardings(parts: StepContext) -> TrainState:
                     return with_dims(where, len(shape), dim, dim + 1, 0)
         return everywhere
 
-    abstract_opt_state = jax.eval_shape(optimizer.init, trained)
-    opt_state = jax.tree_util.tree_map_with_path(lay_out, abstract_opt_state)
-    progress, outer = Progress(everywhere, everywhere), None
-    if local is not None:
-        momentum, master = local.outer_momentum, optimizer.has_masters(trained)
-        outer = OuterState(params, params if momentum else None, params if master else None)
-        params, opt_state, progress = jax.tree.map(per_replica, (params, opt_state, progress))
-    if optimizer.on_host:  # counts stay on the devices
-        opt_state = jax.tree.map(
-            lambda where, leaf: where.with_memory_kind("pinned_host") if leaf.ndim else where,
-            opt_state,
-            abstract_opt_state,
-        )
-    return TrainState(params, opt_state, progress, everywhere, everywhere, outer, frozen)
+    def place(path: TreePath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        where = of_parameter(path, leaf)
+        if parts.local:
+            where = per_replica(where)
+        is_count = leaf.ndim == 0  # and stays on the devices
+        return where.with_memory_kind("pinned_host") if parts.optimizer.on_host and not is_count else where
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(parts.optimizer.init, trained))
 
 
 def _names(path: TreePath) -> tuple[str, ...]:

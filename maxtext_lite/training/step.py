@@ -5,12 +5,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from maxtext_lite.config.phases import phases
@@ -40,10 +41,18 @@ from maxtext_lite.training.gradients import (
 )
 from maxtext_lite.training.loss import AUXILIARY_METRICS, forward
 from maxtext_lite.training.objective import Objective, ScoredObjective
-from maxtext_lite.training.optimizer import LossScaleState, Progress, Schedule, master_of, with_master
+from maxtext_lite.training.optimizer import Progress, Schedule, master_of, with_master
 from maxtext_lite.training.state import StepContext, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")
+_REDUCTIONS = {
+    "target_tokens": "sum",
+    "groups": "sum",
+    "group_squares": "sum",
+    "skipped": "any",
+    "loss_scale": "min",
+    "skipped_in_a_row": "max",
+}
 
 
 def means_of(objective: Objective) -> set[str]:
@@ -177,8 +186,7 @@ def _update_replica(
     opt_state = _where(is_applied, new_opt_state, opt_state)
     progress = _where(is_applied, new_progress, progress)
     param_norm = optax.tree.norm(as_float32(params))
-    if optimizer.over_data and parts.mesh.devices.flat[0].platform == "tpu":
-        # Gathered before the choice: a plain all-gather into the donated array would copy it before and after the step.
+    if optimizer.over_data and not _gathers_in_place(parts.mesh):
         new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
         params = _where(is_applied, new_params, old_params)
 
@@ -197,12 +205,19 @@ def _update_replica(
     metrics |= objective.metrics(step.losses.aux, num_counted, parts.config)
     loss_scale = optimizer.loss_scale(opt_state)
     metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, is_finite, loss_scale)
-    if optimizer.loss_scaling:
-        scale_state = cast(LossScaleState, opt_state.skip_state)
-        metrics["loss_scale"] = scale_state.scale
-        scale_state = _where(has_ended, scale_state, optimizer.loss_scaling.next(scale_state, is_finite))
-        opt_state = opt_state._replace(skip_state=scale_state)
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale
+        opt_state = _where(has_ended, opt_state, optimizer.next_loss_scale(opt_state, is_finite))
     return params, opt_state, progress, metrics
+
+
+def _gathers_in_place(mesh: Mesh) -> bool:
+    """Whether an all-gather writes straight into a donated array.
+
+    On a TPU, XLA copies the array before the step and the gathered values after it, unless the result is computed from
+    those values.
+    """
+    return mesh.devices.flat[0].platform != "tpu"
 
 
 def _where(condition: jax.Array, tree: Tree, otherwise: Tree) -> Tree:
@@ -243,26 +258,24 @@ def make_synchronise(parts: StepContext) -> Wrapped:
 def make_summarise(parts: StepContext) -> Wrapped:
     """The jitted function from a step's metrics, each [R], to scalars for the whole step.
 
-    Losses are means over the target tokens, pairs or weight of all replicas; norms and the learning rate are means over
-    replicas; the step counts as skipped if any replica skipped it; the loss scale is the smallest, skipped_in_a_row the
-    largest.
+    Losses are means over the target tokens, pairs or weight of all replicas; the other metrics are reduced as
+    `_REDUCTIONS` says, or are means over replicas.
     """
     divisor = parts.objective.divisor
+    means = means_of(parts.objective)
+    reductions = {**parts.objective.reductions, **_REDUCTIONS, divisor: "sum"}
 
     def summarise(metrics: Metrics) -> Metrics:
         counted_R = metrics[divisor]
         whole = jnp.sum(counted_R)
         share_R = counted_R / jnp.where(whole > 0, whole, 1)  # a custom loss may have a weight between 0 and 1
-        others = {name: getattr(jnp, how) for name, how in parts.objective.reductions.items() if how != "mean"}
-        reductions: dict[str, Callable[[jax.Array], jax.Array]] = {
-            **others,
-            **dict.fromkeys(means_of(parts.objective), lambda x_R: jnp.sum(share_R * x_R)),
-            **dict.fromkeys(("target_tokens", divisor, "groups", "group_squares"), jnp.sum),
-            "skipped": jnp.any,
-            "loss_scale": jnp.min,
-            "skipped_in_a_row": jnp.max,
-        }
-        return {name: reductions.get(name, jnp.mean)(x_R) for name, x_R in metrics.items()}
+        summary: Metrics = {}
+        for name, x_R in metrics.items():
+            if name in means:
+                summary[name] = jnp.sum(share_R * x_R)
+            else:
+                summary[name] = getattr(jnp, reductions.get(name, "mean"))(x_R)
+        return summary
 
     return jax.jit(summarise, out_shardings=sharding(parts.mesh))
 

@@ -1,25 +1,27 @@
-"""The step log of a run: it counts, records and shows every step, and skips or ends on non-finite gradients."""
+"""The log of a run: it counts, records and shows every step, and ends the run where its loss or gradient is wrong."""
 
+import contextlib
 import dataclasses
 import math
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import registry
+from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import phases
+from maxtext_lite.config.records import is_evaluation, read_records
 from maxtext_lite.data import MixtureSource, examples_hash
+from maxtext_lite.data.sources_on_hosts import source_tokens_of_run
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
-from maxtext_lite.training.metrics import Terminal, lacks_evaluation
+from maxtext_lite.training.metrics import METRICS, JsonLines, Terminal
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import means_of
@@ -55,55 +57,120 @@ class StepResult(NamedTuple):
     more: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def is_evaluation_missing(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
-    """Whether the evaluation of a step that an earlier start took is due and missing. All hosts call it."""
-    every = run.plan.period_steps(run.config.eval_interval)
-    if run.eval_source is None or every <= 0 or not (is_last or step % every == 0):
+def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool:
+    """Whether a previous process stopped before evaluating this step. All hosts call it."""
+    period = run.plan.period_steps(run.config.eval_interval)
+    if run.eval_source is None or period <= 0 or not (is_last or step % period == 0):
         return False
-    path = run.files.directory / "metrics.jsonl"
-    return on_first_host(path, lambda: lacks_evaluation(path, step))
+    path = run.files.directory / METRICS
+
+    def has_no_evaluation() -> bool:
+        return {is_evaluation(record) for record in read_records(path, []) if record["step"] == step} == {False}
+
+    return on_first_host(path, has_no_evaluation)
 
 
-class Log(Protocol):
-    """A receiver of the lines of metrics.jsonl."""
+def open_lines(run: TrainingRun, name: str, step: int, say: Callable[[str], None]) -> JsonLines | None:
+    """A file of lines in the run directory, which continues after `step`; None on all hosts but the first.
 
-    def write(self, record: Record) -> None:
-        """Appends a record."""
-        ...
+    Raises:
+      WriteError: it cannot be read or written.
+    """
+    if not run.is_first:
+        return None
+    path = run.files.directory / name
+    with writing(path):
+        lines = JsonLines(path, step or -1)  # an evaluation before the first step has step 0
+    for note in lines.notes:
+        say(note)
+    if name == METRICS and (missing := lines.steps.missing(step)):
+        say(f"{METRICS} holds no {missing} any more.")
+    return lines
+
+
+QUIET = Terminal(quiet=True)
 
 
 class StepLog:
-    """The log of finished steps: in the counts, in metrics.jsonl and on the terminal.
+    """The log of a run's steps: its progress, the terminal, metrics.jsonl and the hooks.
 
     Attributes:
-      counts: of all steps so far.
+      counts: the progress after the newest recorded step.
       loss: of the last step; None if this process has taken none, or the step had no targets.
+      is_end_requested: a hook of this host has asked for the end of the run.
     """
 
     def __init__(
         self,
-        run: TrainingRun[Any],
-        terminal: Terminal,
-        log: Log | None,
+        run: TrainingRun,
         counts: TrainProgress,
+        terminal: Terminal = QUIET,
+        lines: JsonLines | None = None,
         hooks: Sequence[Hook] = (),
     ):
-        self._run, self._terminal, self._log, self._hooks = run, terminal, log, hooks
+        self.run = run
         self.counts = counts
+        self.terminal = terminal
+        self.hooks = hooks
         self.loss: float | None = None
+        self.is_end_requested = False
+        self.shows_state = any(hook.wants_state for hook in hooks)
+        self._lines = lines
+        self._in_flight: tuple[int, StepResult] | None = None
         self._has_begun = False
         self._last_ready = time.perf_counter()
+        self._source_tokens: tuple[int, dict[str, int]] | None = None
 
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return self._run.directory
+    def say(self, text: str) -> None:
+        """Prints a line on the first host."""
+        self.terminal.say(text)
+
+    def write(self, record: Record) -> None:
+        """Writes a line of metrics.jsonl."""
+        if self._lines:
+            self._lines.write(record)
+        for hook in self.hooks:
+            hook.written(record)
+
+    def close(self) -> None:
+        """Closes metrics.jsonl."""
+        if self._lines:
+            self._lines.close()
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's."""
         self._last_ready = time.perf_counter()
 
-    def add(self, step: int, taken: StepResult, state: TrainState) -> Record:
+    @contextlib.contextmanager
+    def paused(self, state: TrainState) -> Generator[None]:
+        """A block for work that may take long, before which the step in flight is recorded; its time counts nowhere."""
+        self.flush(state)
+        began = time.perf_counter()
+        yield
+        self.terminal.exclude(time.perf_counter() - began)
+        self.restart_clock()
+
+    def add(self, step: int, result: StepResult, state: TrainState) -> None:
+        """Records the step before this one, while the devices take this one, to which `state` belongs."""
+        self.flush(state)
+        self._in_flight = step, result
+
+    def flush(self, state: TrainState) -> None:
+        """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
+        if self._in_flight is None:
+            return
+        step, result = self._in_flight
+        self._in_flight = None
+        try:
+            record = self.record(step, result, state)
+        except LossSpike as spike:
+            for hook in self.hooks:
+                hook.on_spike(spike)
+            raise
+        for hook in self.hooks:
+            self.is_end_requested |= bool(hook.after_step(step, record, state if self.shows_state else None))
+
+    def record(self, step: int, result: StepResult, state: TrainState) -> Record:
         """Waits for a step and records it; returns its record.
 
         Args:
@@ -111,122 +178,109 @@ class StepLog:
         Raises:
           LossSpike: the run must not continue after this step.
         """
-        run, counts = self._run, self.counts
-        values = {name: value.item() for name, value in jax.device_get(taken.metrics).items()}
+        run, before = self.run, self.counts
+        metrics: Record = {name: value.item() for name, value in jax.device_get(result.metrics).items()}
         ready = time.perf_counter()
-        step_seconds, self._last_ready = ready - self._last_ready, ready
-        noise = counts.noise.after(
-            group_squares=values.pop("group_squares"),
-            groups=values.pop("groups"),
-            grad_norm=values["grad_norm"],
-            examples=taken.num_examples,
+        seconds = ready - self._last_ready
+        self._last_ready = ready
+        noise = before.noise.after(
+            group_squares=metrics.pop("group_squares"),
+            groups=metrics.pop("groups"),
+            grad_norm=metrics["grad_norm"],
+            examples=result.num_examples,
         )
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
         self.counts = TrainProgress(
-            step,
-            counts.examples_seen + taken.num_examples,
-            counts.tokens_seen + values["target_tokens"],
-            0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(values)),
-            noise,
-            counts.losses,
+            step=step,
+            examples_seen=before.examples_seen + result.num_examples,
+            tokens_seen=before.tokens_seen + metrics["target_tokens"],
+            skipped_in_a_row=0 if is_finite else before.skipped_in_a_row + (not self._is_of_loss_scale(metrics)),
+            noise=noise,
+            losses=before.losses,
         )
-        if run.plan.rl:  # a prompt is of no known length, nor are its responses
-            flops = taken.num_examples * run.plan.flops_per_example
-        else:
-            flops = run.flops_of(taken.example_ids, counts.examples_seen)
-        record = {
-            "step": step,
-            **values,
-            **(
-                {}
-                if values.get(run.parts.objective.divisor, values["target_tokens"])
-                else dict.fromkeys(values.keys() & means_of(run.parts.objective))
-            ),
-            **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
-            "step_seconds": step_seconds,
-            "data_seconds": taken.data_seconds,
-            "peak_memory_bytes": peak_memory_bytes(),
-            **run.speed.of(flops, values["target_tokens"], step_seconds),
-            **noise.record(taken.num_examples),
-            **taken.more,
-        }
-        for hook in self._hooks:
+        record = {"step": step, **metrics}
+        if not metrics.get(run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing
+            record |= dict.fromkeys(metrics.keys() & means_of(run.parts.objective))
+        record |= self._batch_fields(result, before.examples_seen)
+        record["step_seconds"] = seconds
+        record["data_seconds"] = result.data_seconds
+        record["peak_memory_bytes"] = peak_memory_bytes()
+        flops = run.flops_of(result.example_ids, result.num_examples, before.examples_seen)
+        record |= throughput(flops, metrics["target_tokens"], seconds, run.mesh.size, run.peak_tflops)
+        record |= noise.record(result.num_examples)
+        record |= result.more
+        for hook in self.hooks:
             record |= hook.entries(step)
         if not self._has_begun:
-            self._say_start_up()
-        self._has_begun, self.loss = True, record["loss"]
+            self._has_begun = True
+            self._report_start_up()
+        self.loss = record["loss"]
         self.write(record)
-        self._terminal.step(record)
-        if not finite:
-            self._skip_or_stop(step, counts.examples_seen, values, lambda: taken.find_cause(state))
-        elif not math.isfinite(values["param_norm"]):
-            left = f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}"
+        self.terminal.show(record)
+        if not is_finite:
+            self._skip_or_stop(before.examples_seen, metrics, lambda: result.find_cause(state))
+        elif not math.isfinite(metrics["param_norm"]):
+            left = f"step {step} left param_norm {metrics['param_norm']}; {NOTHING_SAVED}"
             raise NonFiniteLoss(left, step + 1, self.counts.examples_seen)
-        elif run.config.max_loss_spike and values["target_tokens"]:
-            self._compare(step, counts.examples_seen, values["loss"])
+        elif run.config.max_loss_spike and metrics["target_tokens"]:
+            self._compare_with_band(before.examples_seen, metrics["loss"])
         return record
 
-    def _batch_of(self, taken: StepResult, stage: BatchStage) -> Record:
+    def _batch_fields(self, result: StepResult, seen_before: int) -> Record:
         """The entries on the examples of a step and the sizes of its batch, once it is counted."""
-        source, seen = self._run.source, self.counts.examples_seen
-        mixture = {"source_epochs": source.epochs(seen)} if isinstance(source, MixtureSource) else {}
-        return {
-            "examples": taken.num_examples,
+        source, seen = self.run.source, self.counts.examples_seen
+        stage = self.run.plan.stage_at(seen_before)
+        fields: Record = {
+            "examples": result.num_examples,
             "examples_seen": seen,
             "tokens_seen": self.counts.tokens_seen,
-            "epoch": seen / self._run.examples_per_epoch,
+            "epoch": seen / self.run.examples_per_epoch,
             "per_device_batch_size": float(stage.per_device_batch_size),
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "global_batch_to_train": stage.global_batch_to_train,
-            "examples_hash": examples_hash(source.hashed(taken.example_ids)),
-            **mixture,
+            "examples_hash": examples_hash(source.hashed(result.example_ids)),
         }
+        if isinstance(source, MixtureSource):
+            fields["source_epochs"] = source.epochs(seen)
+        return fields
 
-    def write(self, record: Record) -> None:
-        """Writes a line of metrics.jsonl."""
-        if self._log:
-            self._log.write(record)
-        for hook in self._hooks:
-            hook.written(record)
-
-    def _say_start_up(self) -> None:
+    def _report_start_up(self) -> None:
         """Reports, after the first step of this start, how the time up to it was spent."""
         phases.mark("first step")
         parts = {part: round(seconds, 3) for part, seconds in phases.start_up.items()}
-        said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
-        self._terminal.say(f"first step done {sum(parts.values()):.1f} s after the start, in seconds: {said}")
-        self._run.note_environment(start_up_seconds=parts)
+        text = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+        self.say(f"first step done {sum(parts.values()):.1f} s after the start, in seconds: {text}")
+        self.run.note_environment(start_up_seconds=parts)
 
-    def _may_be_the_scale(self, metrics: Record) -> bool:
-        scaling = self._run.parts.optimizer.loss_scaling
+    def _is_of_loss_scale(self, metrics: Record) -> bool:
+        """Whether a gradient that is not finite may come from a large loss scale, which shrinks."""
+        scaling = self.run.parts.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
-    def _skip_or_stop(self, step: int, examples_seen: int, metrics: Record, find_cause: Callable[[], str]) -> None:
+    def _skip_or_stop(self, examples_seen: int, metrics: Record, find_cause: Callable[[], str]) -> None:
         """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
-        config, in_a_row = self._run.config, self.counts.skipped_in_a_row
-        if self._may_be_the_scale(metrics):
-            self._terminal.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
+        config, step, in_a_row = self.run.config, self.counts.step, self.counts.skipped_in_a_row
+        if self._is_of_loss_scale(metrics):
+            self.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
             return
         if config.skip_nonfinite_updates and in_a_row < config.max_skipped_updates:
-            self._terminal.say(
-                f"step {step} skipped: its gradient is not finite ({in_a_row} in a row of "
-                f"max_skipped_updates={config.max_skipped_updates})"
-            )
+            limit = f"max_skipped_updates={config.max_skipped_updates}"
+            self.say(f"step {step} skipped: its gradient is not finite ({in_a_row} in a row of {limit})")
             return
-        skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
-        cause = find_cause()
-        where = f": {cause}" if cause else ""
+        where = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
+        if cause := find_cause():
+            where += f": {cause}"
         raise NonFiniteLoss(
-            f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}{where}; "
-            f"{NOTHING_SAVED}",
+            f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{where}; {NOTHING_SAVED}",
             step,
             examples_seen,
         )
 
-    def _compare(self, step: int, examples_seen: int, loss: float) -> None:
+    def _compare_with_band(self, examples_seen: int, loss: float) -> None:
         """Compares a loss with the band of the losses before it, then adds it to them."""
-        losses, width = self.counts.losses, self._run.config.max_loss_spike
-        if loss > (limit := band_limit(losses, width)):
+        step, losses, width = self.counts.step, self.counts.losses, self.run.config.max_loss_spike
+        limit = band_limit(losses, width)
+        if loss > limit:
             raise LossSpike(
                 f"step {step} has loss {loss:.6g}, above {limit:.6g}: max_loss_spike={width:g} robust deviations "
                 f"over the median of the {len(losses)} losses before it; {NOTHING_SAVED}",
@@ -236,17 +290,45 @@ class StepLog:
             )
         self.counts = dataclasses.replace(self.counts, losses=(*losses, loss)[-WINDOW:])
 
-    def advise(self) -> None:
-        """Reports the batch size that the noise scale suggests, where it is known; not in reinforcement learning."""
-        noise, plan, config = self.counts.noise, self._run.plan, self._run.config
-        if not noise.steps or plan.rl is not None or not registry.is_installed("estimate", "advice"):
+    def token_shares(self) -> dict[str, float]:
+        """Each source's share of the target tokens since the mixture last changed; {} without. All hosts call it."""
+        source, seen = self.run.source, self.counts.examples_seen
+        if not isinstance(source, MixtureSource) or source.stream is None:
+            return {}
+        first, tokens = self._source_tokens or (source.stream.last.examples_seen, {})
+        seed, hosts = self.run.config.data_shuffle_seed, self.run.plan.loading_hosts
+        more = source_tokens_of_run(source, first, seen, seed=seed, loading_hosts=hosts)
+        tokens = {name: tokens.get(name, 0) + count for name, count in more.items()}
+        self._source_tokens = seen, tokens
+        total = max(sum(tokens.values()), 1)
+        return {name: count / total for name, count in tokens.items()}
+
+    def report_end(self) -> None:
+        """Reports each source's share of the tokens, and the batch size that the noise scale suggests, where known."""
+        if shares := self.token_shares():
+            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
+            self.say(f"target tokens by source since the mixture last changed: {text}")
+        counts, plan, config = self.counts, self.run.plan, self.run.config
+        if not counts.noise.steps or plan.rl is not None or not registry.is_installed("estimate", "advice"):
             return
-        batch = plan.stage_at(self.counts.examples_seen).global_batch_to_train
-        _, examples = plan.length.end_after(self.counts.step, self.counts.examples_seen)
-        advice = registry.load("estimate", "advice")
+        batch = plan.stage_at(counts.examples_seen).global_batch_to_train
+        _, examples = plan.length.end_after(counts.step, counts.examples_seen)
         tokens = examples * config.max_target_length
-        for sentence in advice(config, noise.examples, noise.relative_error, batch, tokens):
-            self._terminal.say(sentence)
+        advice = registry.load("estimate", "advice")
+        for sentence in advice(config, counts.noise.examples, counts.noise.relative_error, batch, tokens):
+            self.say(sentence)
+
+
+def throughput(
+    flops: float, target_tokens: int, seconds: float, num_devices: int, peak_tflops: float | None
+) -> dict[str, float | None]:
+    """tokens_per_second (target tokens), tflops_per_device and mfu of a step of so many model FLOPs."""
+    tflops = flops / seconds / num_devices / 1e12
+    return {
+        "tokens_per_second": target_tokens / seconds,
+        "tflops_per_device": tflops,
+        "mfu": None if peak_tflops is None else tflops / peak_tflops,
+    }
 
 
 def peak_memory_bytes() -> int | None:

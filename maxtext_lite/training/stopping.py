@@ -1,22 +1,22 @@
-"""Orderly stops: a signal becomes a request, which all hosts obey after the same step."""
+"""Stopping a run after a step, because of a signal or a callback: all hosts stop after the same one."""
 
 import contextlib
+import enum
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import FrameType
 
 import jax
 from jax.sharding import Mesh
 
 from maxtext_lite.console import NUMBERS, command_signals
-from maxtext_lite.parallel import devices_share_threads, make_any_host
+from maxtext_lite.parallel import devices_share_threads, make_largest_of_hosts
 
 
 class Signals:
     """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second has its usual effect.
 
-    In a command, a signal before `take_requests`, and a second one after it, end the process with exit code 130: see
-    `process.signals`.
+    In a command, a signal before `take_requests`, and a second one after it, end the process with exit code 130.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,7 @@ class Signals:
 def watch_signals(signals: Signals) -> Generator[Signals]:
     """A block in which `signals` handles SIGTERM and SIGINT; the previous handlers are restored at its end.
 
-    A request that they have from an earlier block, which a restart of the run has ended, still stands.
-
-    A command keeps its handlers: once everything is saved, a signal no longer matters.
+    A request from an earlier block, which a restart of the run has ended, still stands. A command keeps its handlers.
     """
     if command_signals.installed:
         command_signals.reset()
@@ -61,31 +59,53 @@ def watch_signals(signals: Signals) -> Generator[Signals]:
             signal.signal(number, handler)
 
 
+class Reason(enum.IntEnum):
+    """Why a run stops; of several reasons the largest counts."""
+
+    NONE = 0
+    CALLBACK = 1
+    SIGNAL = 2
+
+
 class Stop:
-    """Whether to stop after a step or a batch: all hosts agree, though a signal may reach only one of them.
+    """The reason why all hosts stop, though only one of them may have been asked to.
 
-    With several hosts the answer after a step is one call late; to wait for this one's would leave the devices idle.
+    With several hosts a request takes effect one poll later: to wait for the others would leave the devices idle.
 
-    Args:
-      mesh: None: no host is ever asked, so they exchange nothing.
+    Attributes:
+      reason: what the hosts have agreed on.
     """
 
-    def __init__(self, mesh: Mesh | None, is_asked: Callable[[], bool]):
-        self._is_asked = is_asked
-        self._any_host = make_any_host(mesh) if mesh is not None and jax.process_count() > 1 else None
-        self._asked: jax.Array | None = None
+    def __init__(self, mesh: Mesh, signals: Signals):
+        self.reason = Reason.NONE
+        self._signals = signals
+        self._largest = make_largest_of_hosts(mesh) if jax.process_count() > 1 else None
+        self._polled: jax.Array | None = None
 
-    def after_this_step(self) -> bool:
-        """Whether to stop. All hosts call it, at the same steps and batches."""
-        received = self._is_asked()
-        if self._any_host is None:
-            return received
-        before, self._asked = self._asked, self._any_host(received)
-        if devices_share_threads():
-            jax.block_until_ready(self._asked)
-        return before is not None and bool(before)
+    def poll(self, is_end_requested: bool) -> Reason:
+        """Updates the reason after a step or a batch. All hosts call it, at the same ones.
 
-    def between_steps(self) -> bool:
-        """Whether to stop where no step is under way, and devices are idle. All hosts call it, at the same steps."""
-        received = self._is_asked()
-        return received if self._any_host is None else bool(self._any_host(received))
+        Args:
+          is_end_requested: a callback of this host has asked for the end.
+        """
+        request = self._request(is_end_requested)
+        if self._largest is not None:
+            previous, self._polled = self._polled, self._largest(request)
+            if devices_share_threads():
+                jax.block_until_ready(self._polled)
+            request = 0 if previous is None else int(previous)
+        self.reason = max(self.reason, Reason(request))
+        return self.reason
+
+    def poll_blocking(self, is_end_requested: bool) -> Reason:
+        """Like `poll`, but with requests of this moment: between steps, where no device is busy."""
+        request = self._request(is_end_requested)
+        if self._largest is not None:
+            request = int(self._largest(request))
+        self.reason = max(self.reason, Reason(request))
+        return self.reason
+
+    def _request(self, is_end_requested: bool) -> Reason:
+        if self._signals.received is not None:
+            return Reason.SIGNAL
+        return Reason.CALLBACK if is_end_requested else Reason.NONE

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from maxtext_lite.config import Mla, adapted_weights, load_config
-from maxtext_lite.config.rules import adaptable_weights
 from maxtext_lite.config.weights import (
     ExpertSizes,
     ModelShape,
+    adaptable_weights,
     layer_weights,
     num_parts,
     stacks_of,

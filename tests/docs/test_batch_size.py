@@ -10,7 +10,7 @@ from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.training.noise import NoiseScale
-from maxtext_lite.training.optimizer import loss_scaling
+from maxtext_lite.training.optimizer import LossScaling
 from tests.source_tree import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "batch_size.md").read_text(encoding="utf-8")
@@ -212,7 +212,8 @@ def test_the_noise_scales():
 
 
 def test_the_loss_scale_and_the_loss_of_uneven_micro_batches():
-    scaling = loss_scaling(load_config(None, ["dtype=float16"]))
+    config = load_config(None, ["dtype=float16"])
+    scaling = LossScaling(config.loss_scale, config.loss_scale_growth_interval)
     assert f"it starts at {float(scaling.init().scale):.0f}," in PAGE
     assert f"(100 x 2 + 300 x 4) / 400 = {(100 * 2 + 300 * 4) / 400}" in PAGE
 

@@ -1,6 +1,5 @@
 """A run whose directory is in a bucket is the run on a file system, also when it is cut off and goes on there."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from maxtext_lite.training.parameter_files import checkpoints_in
 from maxtext_lite.training.run_files import RunFiles
 from tests.invariance.conftest import MODEL
 from tests.processes import environment
+from tests.run_directories import lines_of
 
 RUN = [
     *MODEL,
@@ -42,20 +42,13 @@ class CutOffAfter(Callback):
             raise CutOff
 
 
-def lines(directory):
-    return [
-        json.loads(line)
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 @pytest.mark.usefixtures("one_device")
 def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
     bucket, tmp_path, documents, monkeypatch, capsys
 ):
     words = [*RUN, "run_name=run", f"dataset_path={documents}/0/documents.jsonl"]
     train(load_config(None, [*words, f"base_output_directory={tmp_path}"]))
-    whole = lines(tmp_path / "run")
+    whole = lines_of(tmp_path / "run")
     there = load_config(None, [*words, f"base_output_directory={bucket}"])
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -64,7 +57,7 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
         with pytest.raises(CutOff):
             train(there, callbacks=[CutOffAfter(5)])
     run = bucket / "run"
-    found = [line["step"] for line in lines(run)]
+    found = [line["step"] for line in lines_of(run)]
     assert found == [
         1,
         2,
@@ -79,7 +72,7 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
     assert str(result.run_directory) == str(run)
     assert f"resuming {run} after step 4" in capsys.readouterr().out
     exact = ("step", "loss", "grad_norm", "param_norm", "examples_hash", "tokens_seen")
-    assert [[line[key] for key in exact] for line in lines(run)] == [
+    assert [[line[key] for key in exact] for line in lines_of(run)] == [
         [line[key] for key in exact] for line in whole
     ]
     assert [path.name for path in checkpoints_in(str(run), "key")] == ["6", "4", "2"]
@@ -103,7 +96,7 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
         in said
     )
     assert f"resuming {run} after step 4" in said
-    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in whole]
+    assert [line["loss"] for line in lines_of(run)] == [line["loss"] for line in whole]
 
 
 def test_a_bucket_that_stops_answering_ends_the_run_with_76(bucket, bucket_environment):

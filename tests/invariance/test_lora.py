@@ -16,6 +16,7 @@ from maxtext_lite.operations.nonfinite import find_nonfinite
 from maxtext_lite.training import train
 from maxtext_lite.training.state import decoder_shape
 from tests.conftest import use_one_device
+from tests.run_directories import lines_of
 from tests.training.conftest import TINY
 
 LORA = ("optimizer=sgd", "gradient_clipping_threshold=0", "lora_rank=3", "lora_alpha=6")
@@ -91,13 +92,6 @@ RUN = [
     "base_num_kv_heads=4",
 ]
 ADAPTED = ["lora_rank=2", "lora_alpha=8"]
-
-
-def lines_of(directory):
-    return [
-        json.loads(line)
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(

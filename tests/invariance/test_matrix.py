@@ -380,7 +380,9 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
         )  # whole numbers, whatever the split
         assert got.counts[it.parts.objective.divisor] == one.counted(one.rows)
         assert got.counts["target_tokens"] == np.count_nonzero(one.rows["weights"])
-        assert got.examples == np.count_nonzero(one.rows["segments"].any(axis=1))
+        assert got.counts["examples"] == np.count_nonzero(
+            one.rows["segments"].any(axis=1)
+        )
         if replicas * (1 if point.is_interleaved else num_batches) == 1:
             assert (
                 got.groups == got.group_squares == 0

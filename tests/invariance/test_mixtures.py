@@ -13,6 +13,7 @@ from tests.conftest import use_one_device
 from tests.invariance.conftest import MODEL
 from tests.mixture_trials import Counters, mixture_of, write_texts
 from tests.processes import RunFiles
+from tests.run_directories import lines_of
 
 RUN = [
     *MODEL,
@@ -134,11 +135,11 @@ def test_a_checkpoint_has_the_mixtures_of_its_run(run):
 
 def test_each_source_is_evaluated_and_its_tokens_counted(run):
     (_, *configs), files = run
-    lines = [
-        json.loads(line)
-        for line in (files.directory / "metrics.jsonl").read_text().splitlines()
+    found = [
+        line
+        for line in lines_of(files.directory)
+        if "eval_loss" in line and line["step"] in (5, 8)
     ]
-    found = [line for line in lines if "eval_loss" in line and line["step"] in (5, 8)]
     assert [set(line["eval_losses"]) for line in found] == [{"a", "b"}, {"b", "c"}]
     for line, config in zip(found, configs, strict=True):
         held_out = open_mixture(config)[1]

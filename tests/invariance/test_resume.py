@@ -4,7 +4,6 @@ On other devices and processes: test_hosts.py.
 """
 
 import itertools
-import json
 import shutil
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL, TABLE
+from tests.run_directories import lines_of
 
 RUN = [
     *MODEL,
@@ -91,14 +91,10 @@ CHECKS = {
 
 def timeless(directory):
     """Metrics without what depends on the clock."""
-    lines = [
-        json.loads(line)
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
     clock = ("seconds", "per_second", "tflops", "mfu")
     return [
         {key: x for key, x in line.items() if not any(word in key for word in clock)}
-        for line in lines
+        for line in lines_of(directory)
     ]
 
 

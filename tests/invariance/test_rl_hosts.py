@@ -9,7 +9,8 @@ from maxtext_lite.config import load_config
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.rollout_steps import train_rl
 from tests.processes import RunFiles, in_turn
-from tests.rl.conftest import RUN, evaluations, lines
+from tests.rl.conftest import RUN, evaluations
+from tests.run_directories import lines_of
 
 FILE = "configs/post_train/rl.yml"
 WORDS = [
@@ -76,7 +77,7 @@ def test_prompts_responses_and_rewards_are_those_of_one_process(runs):
     pairs = [
         [
             (pair["prompt"], pair["response"], pair["rewards"])
-            for pair in lines(run.directory, "rollouts.jsonl")
+            for pair in lines_of(run.directory, "rollouts.jsonl")
         ]
         for run in (got, want)
     ]

@@ -10,7 +10,7 @@ from maxtext_lite.config.errors import WriteError
 from maxtext_lite.parallel import (
     bytes_of_host,
     exchange,
-    make_any_host,
+    make_largest_of_hosts,
     make_mesh,
     on_first_host,
     value_of_host,
@@ -96,11 +96,13 @@ def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
     assert wire.sizes <= {1 << power for power in range(7)}
 
 
-def test_a_flag_is_raised_where_any_host_raises_it():
+def test_the_largest_number_of_all_hosts_is_found():
     ones = dict.fromkeys(MESH_AXES, 1)
-    any_host = make_any_host(make_mesh(ones | {"data": 4, "tensor": 2}, ones))
-    assert not bool(any_host(False))
-    raised = any_host(True)
-    assert bool(raised)
-    assert raised.sharding.is_fully_replicated
+    largest_of_hosts = make_largest_of_hosts(
+        make_mesh(ones | {"data": 4, "tensor": 2}, ones)
+    )
+    assert int(largest_of_hosts(0)) == 0
+    largest = largest_of_hosts(2)
+    assert int(largest) == 2
+    assert largest.sharding.is_fully_replicated
     assert jax.device_count() == 8

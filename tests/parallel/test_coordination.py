@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext_lite.operations import watched_hosts
-from maxtext_lite.operations.watched_hosts import coordinator_answers
+from maxtext_lite.parallel import coordination
+from maxtext_lite.parallel.coordination import coordinator_answers
 from tests.processes import quick_python, run_launched
 
 # One process fails or is killed while the other waits for it in a collective.
@@ -20,9 +20,8 @@ from maxtext_lite.parallel import exchange, start_devices
 from maxtext_lite.config.phases import observers
 from maxtext_lite.operations.watchdog import watchdog
 def main(argv):
-    watchdog.start(300)
+    watchdog.start(300, pathlib.Path(sys.argv[1]))
     observers.append(watchdog)
-    watchdog.write_to(pathlib.Path(sys.argv[1]))
     start_devices()
     watchdog.enter("step", 7)
     exchange(0)
@@ -85,7 +84,7 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(
-            watched_hosts.distributed,
+            coordination.distributed,
             "global_state",
             SimpleNamespace(coordinator_address=address),
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.operations.progress import Seen, Stamp, judge, limit_of
+from maxtext_lite.operations.progress import Seen, Stamp, judge
 
 
 def stamp(
@@ -93,10 +93,3 @@ def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(
     assert found.code == code
     assert "process 1" in found.text
     assert named in found.text
-
-
-@pytest.mark.parametrize(("longest", "limit"), [(None, 1200), (200.0, 800)])
-def test_a_limit_is_four_times_what_a_phase_has_taken_and_never_below_the_least(
-    longest, limit
-):
-    assert limit_of(longest, 300) == limit

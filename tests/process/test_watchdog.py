@@ -43,7 +43,7 @@ def without_start(kind):
 class Run:
     """So many watched processes, without threads: `passes` is what theirs do."""
 
-    def __init__(self, num_processes, least, monkeypatch):
+    def __init__(self, num_processes, least, monkeypatch, directory):
         # The watchdog's own: threads that other tests have left go on with the real ones.
         threads = {
             kind.__name__: without_start(kind)
@@ -68,7 +68,7 @@ class Run:
                 lambda c=clock: c.cpu,
                 lambda code, p=process: self.ends(p, code),
             )
-            dog.start(least)
+            dog.start(least, directory)
             if num_processes > 1:
                 dog.join(self.stores[process])
             self.dogs.append(dog)
@@ -108,8 +108,10 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch):
-    return lambda num_processes=3, least=300: Run(num_processes, least, monkeypatch)
+def run(monkeypatch, tmp_path):
+    return lambda num_processes=3, least=300: Run(
+        num_processes, least, monkeypatch, tmp_path
+    )
 
 
 @pytest.mark.fast
@@ -167,6 +169,15 @@ def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_er
     assert two.found() == [None, None]
 
 
+def test_a_phase_may_take_four_times_its_longest_so_far(run):
+    one = run(num_processes=1, least=10)
+    one.dogs[0].enter("reading", 1)
+    one.passes(30)
+    one.dogs[0].enter("step", 1)
+    one.dogs[0].enter("reading", 2)
+    assert_limit(one, 120, "reading")
+
+
 def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     one = run(1)
     one.dogs[0].enter("compile", 1)
@@ -185,8 +196,6 @@ def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others
 ):
     two = run(2)
     two.passes(1)
-    for dog in two.dogs:
-        dog.write_to(tmp_path)
     for process in (1, 0):
         with pytest.raises(SystemExit):
             two.dogs[process].end(Verdict("process 1 hangs", 76))

@@ -1,10 +1,9 @@
 """A tiny run of reinforcement learning: sums of single digits, by an untrained model."""
 
-import json
-
 import pytest
 
 from maxtext_lite.config import load_config
+from tests.run_directories import lines_of
 from tests.training.conftest import TINY
 
 KEYS = """
@@ -40,18 +39,12 @@ def server():
         yield served
 
 
-def lines(run_directory, name="metrics.jsonl"):
-    return [
-        json.loads(line) for line in (run_directory / name).read_text().splitlines()
-    ]
-
-
 def steps(run_directory):
-    return [line for line in lines(run_directory) if "loss" in line]
+    return [line for line in lines_of(run_directory) if "loss" in line]
 
 
 def evaluations(run_directory):
-    return [line for line in lines(run_directory) if "eval_reward" in line]
+    return [line for line in lines_of(run_directory) if "eval_reward" in line]
 
 
 def timeless(records):

@@ -152,7 +152,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy):
     with jax.default_matmul_precision("highest"):
         differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         (_, sums), (dhead, dx) = differentiated(np.float32(head), np.float32(x), batch)
-    assert float(sums.nll) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
+    assert float(sums.loss) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
     found = {
         name: float(value)
         for name, value in policy.metrics(sums.aux, counted, config).items()

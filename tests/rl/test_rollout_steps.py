@@ -15,10 +15,11 @@ from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
 from maxtext_lite.post_training.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
-from maxtext_lite.training import Callback, loop
+from maxtext_lite.training import Callback, loop, stopping
 from maxtext_lite.training.step import ChunkedStep
 from tests.processes import RunFiles
-from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, lines, steps, timeless
+from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, steps, timeless
+from tests.run_directories import lines_of
 
 
 def parameters(result):
@@ -58,7 +59,7 @@ def test_writes_what_the_interface_promises(whole):
 
 
 def test_every_pair_is_written_down(whole):
-    pairs = lines(whole.run_directory, "rollouts.jsonl")
+    pairs = lines_of(whole.run_directory, "rollouts.jsonl")
     assert [pair["step"] for pair in pairs] == [1] * 16 + [3] * 16 + [5] * 16
     for first in range(0, len(pairs), 4):
         group = pairs[first : first + 4]
@@ -78,17 +79,14 @@ def test_every_pair_is_written_down(whole):
 def stopped_after(monkeypatch, num_steps):
     """Makes every run stop after `num_steps` steps."""
 
-    class StopAfter:
-        def __init__(self, mesh, _):
-            # Without a mesh: for callbacks, of which there are none.
-            self.left = 0 if mesh is None else num_steps
+    class StopAfter(stopping.Stop):
+        left = num_steps
 
-        def after_this_step(self):
+        def poll(self, _):
             self.left -= 1
-            return self.left == 0
-
-        def between_steps(self):
-            return False
+            if self.left == 0:
+                self.reason = stopping.Reason.SIGNAL
+            return self.reason
 
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
@@ -228,7 +226,7 @@ def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lo
     assert 0 < found[5]["kl"] < found[7]["kl"]
     assert not (directory / "reference").exists()
     assert seen == [(line["step"], line["loss"]) for line in found]
-    pairs = lines(directory, "rollouts.jsonl")
+    pairs = lines_of(directory, "rollouts.jsonl")
     assert {pair["step"] for pair in pairs} == {1, 5, 11, 13}
     about = json.loads((directory / "environment.json").read_text())
     (errors,) = about["kernels"].values()
@@ -272,7 +270,7 @@ def test_killed_and_stopped_a_run_continues_to_the_same_bits(
     directories = run.directory, whole.run_directory
     one, other = (timeless(steps(directory)) for directory in directories)
     assert one == other
-    for read in (evaluations, lambda directory: lines(directory, "rollouts.jsonl")):
+    for read in (evaluations, lambda directory: lines_of(directory, "rollouts.jsonl")):
         assert read(directories[0]) == read(directories[1])
     for one, other in zip(parameters(result), parameters(whole), strict=True):
         np.testing.assert_array_equal(one, other)

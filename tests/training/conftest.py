@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from typing import Any
 
@@ -45,12 +44,6 @@ def norm(tree):
     """Of all tensors together, in float64."""
     squares = (np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
     return np.sqrt(sum(squares))
-
-
-def lines_of(directory):
-    """What stands in a run's metrics.jsonl."""
-    text = (directory / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 ONE_DEVICE = make_mesh(

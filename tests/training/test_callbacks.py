@@ -6,7 +6,8 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import Callback, train
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = """
 dataset_type=synthetic eval_interval=2 eval_steps=1 checkpoint_period=2 warmup_steps=1

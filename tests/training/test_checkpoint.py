@@ -18,7 +18,6 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, sharding
 from maxtext_lite.training import saving
-from maxtext_lite.training import saving as manifest
 from maxtext_lite.training.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -136,7 +135,7 @@ def test_replicas_and_what_they_share_come_back_in_a_pipeline_of_other_rounds(
 def rehash(checkpoint):
     """Writes the checksums of a checkpoint whose files a test has changed."""
     (checkpoint / "sha256.0-of-1").unlink()
-    manifest.write_part(checkpoint, 0, 1)
+    saving.write_checksums(checkpoint, 0, 1)
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_its_parameters_load(saved, copy):
@@ -167,7 +166,11 @@ NARROW = "weight_dtype=bfloat16"
         ),
         ({}, ["data_shuffle_seed=3"], "data_shuffle_seed"),
         ({"dataset_path": "another"}, ["packing=false"], "Use packing=true"),
-        ({"diloco_num_replicas": 4}, [], "Use enable_diloco=true"),
+        (
+            {"enable_diloco": True, "diloco_num_replicas": 4},
+            [],
+            "Use enable_diloco=true",
+        ),
         (
             {"weight_dtype": "bfloat16", "master_weights": False},
             [NARROW],
@@ -241,14 +244,14 @@ def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(
     for name in ("9.orbax-checkpoint-tmp", "unfinished-9", "deleted-4"):
         (copy / "checkpoints" / name / "params").mkdir(parents=True)
     hashes, may_hash = threading.Event(), threading.Event()
-    hash_part = saving.write_part
+    hash_part = saving.write_checksums
 
     def write_part(*arguments):
         hashes.set()
         assert may_hash.wait(60)
         return hash_part(*arguments)
 
-    monkeypatch.setattr(saving, "write_part", write_part)
+    monkeypatch.setattr(saving, "write_checksums", write_part)
     checkpointer = opened(copy, "max_num_checkpoints_to_keep=1")
     assert checkpointer.latest_step() == 7
     checkpointer.save(saved[1].state(), NEXT)

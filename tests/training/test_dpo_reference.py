@@ -12,7 +12,8 @@ from maxtext_lite.evaluate import main as evaluate
 from maxtext_lite.post_training import dpo_reference
 from maxtext_lite.post_training.dpo_reference import FILE
 from maxtext_lite.training import train
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("one_device_for_all")
 

@@ -15,8 +15,10 @@ from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.step_log import StepLog
 from tests.conftest import use_one_device
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = (
     "dataset_type=synthetic eval_interval=-1 enable_checkpointing=false optimizer=sgd"
@@ -40,26 +42,24 @@ def begun(tmp_path, words):
     with jax.set_mesh(run.mesh):
         state, _ = run.restore_or_init()
         with contextlib.closing(
-            FeedSteps(run, Terminal(log_period=1, quiet=False), state, TrainProgress())
+            FeedSteps(run, state, StepLog(run, TrainProgress(), Terminal()))
         ) as steps:
             yield run, steps, state
 
 
 @pytest.mark.parametrize(
     ("words", "devices", "sizes", "stages", "compiled"),
-    [(RAMP, 1, [8, 8, 16], [1, 3], 2), (FRACTIONS, 8, [4, 4, 6, 6, 8], [], 1)],
+    [(RAMP, 1, [8, 8, 16], 2, 2), (FRACTIONS, 8, [4, 4, 6, 6, 8], 3, 1)],
 )
 def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
     words, devices, sizes, stages, compiled, tmp_path, capsys, monkeypatch
 ):
     if devices == 1:
         use_one_device(monkeypatch)
-    seen, prepared = [0], []
+    seen = [0]
     with begun(tmp_path, words) as (run, steps, state):
         for step in range(1, len(sizes) + 1):
-            if not steps.ready:
-                steps.prepare(step)
-                prepared.append(step)
+            steps.prepare(state, step)
             state, taken = steps.take(state, step)
             ids = example_ids(
                 seen[-1],
@@ -74,8 +74,8 @@ def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
             assert not taken.metrics["skipped"]
         assert "finite by itself" in taken.find_cause(state)
     assert np.diff(seen).tolist() == sizes
-    assert prepared == (stages or prepared)
     said = capsys.readouterr().out
+    assert said.count("global_batch_to_train=") == stages
     assert said.count("compiled the train step in") == 1
     assert said.count("compiled the train step of the next stage") == compiled - 1
 
@@ -85,14 +85,14 @@ def test_a_wait_for_the_compiler_is_no_part_of_a_step_s_time(
 ):
     """By a clock on which each compilation takes a thousand seconds more."""
     use_one_device(monkeypatch)
-    clock, prepare, waited = time.perf_counter, FeedSteps.prepare, [0.0]
+    clock, begin_stage, waited = time.perf_counter, FeedSteps._begin_stage, [0.0]
 
-    def prepare_for_long(self, step):
-        prepare(self, step)
+    def begin_for_long(self, *arguments):
+        begin_stage(self, *arguments)
         waited[0] += 1000
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + waited[0])
-    monkeypatch.setattr(FeedSteps, "prepare", prepare_for_long)
+    monkeypatch.setattr(FeedSteps, "_begin_stage", begin_for_long)
     words = (*RUN, *RAMP.split(), "steps=5", "warmup_steps=0", "log_period=1")
     result = train(load_config(None, [*words, f"base_output_directory={tmp_path}"]))
     assert waited == [2000]

@@ -6,7 +6,8 @@ import pytest
 
 from maxtext_lite.config import load_config, registry
 from maxtext_lite.training import Hook, train
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = """
 dataset_type=synthetic eval_interval=2 eval_steps=1 warmup_steps=1 learning_rate_schedule=constant

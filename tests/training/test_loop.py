@@ -19,7 +19,8 @@ from maxtext_lite.data import ExampleSource, example_ids, examples_hash
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 KEYS = """
 steps=6 warmup_steps=2 eval_interval=3 eval_fraction=0.05 checkpoint_period=3 learning_rate=0.01 global_batch_size=8
@@ -76,9 +77,9 @@ def test_a_signal_breaks_off_an_evaluation_which_the_next_start_makes_up_for_and
         result = _train(tmp_path, documents, "steps=3", "profiler_steps=1", SGD)
         return result, capsys.readouterr().out
 
-    evaluate = HeldOutLoss.of
+    evaluate = HeldOutLoss.evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(HeldOutLoss, "of", signalled)
+        patch.setattr(HeldOutLoss, "evaluate", signalled)
         stopped, said = run()
     assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
     assert "stopped by SIGTERM after step 3, saved" in said
@@ -221,7 +222,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
 def test_a_full_disk_ends_the_run_and_the_error_names_the_newest_checkpoint(
     full, tmp_path, documents, monkeypatch, one_device
 ):
-    write, write_part = JsonLines.write, saving.write_part
+    write, write_part = JsonLines.write, saving.write_checksums
 
     def write_line(log, record):
         if record["step"] == 4:
@@ -235,7 +236,7 @@ def test_a_full_disk_ends_the_run_and_the_error_names_the_newest_checkpoint(
         return write_part(directory, *arguments)
 
     if full == "checkpoint":
-        monkeypatch.setattr(saving, "write_part", write_checksums)
+        monkeypatch.setattr(saving, "write_checksums", write_checksums)
     else:
         monkeypatch.setattr(JsonLines, "write", write_line)
     words = ["steps=30", "checkpoint_period=2", "eval_interval=-1", SGD]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.layers import BiasedHead
+from maxtext_lite.models.layers import OutputHead
 from maxtext_lite.training.loss import Readout, cross_entropy, token_losses
 
 B, T, D, V = 3, 12, 8, 20
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_by_hand(how, biased):
 
     def loss(x, head, bias):
         return cross_entropy(
-            x, BiasedHead(head, bias) if biased else head, *arrays[2:], how
+            x, OutputHead(head, bias if biased else None), *arrays[2:], how
         )
 
     @jax.jit
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_by_hand(how, biased):
         found = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*trained)
         x, head, bias = trained
         nll = token_losses(
-            x, BiasedHead(head, bias) if biased else head, arrays[2], how
+            x, OutputHead(head, bias if biased else None), arrays[2], how
         )
         return found, loss(*trained)[0], nll
 
@@ -105,7 +105,9 @@ def test_all_logits_never_exist_at_once():
     )
 
     def temporaries(num_tiles):
-        loss = lambda *arrays: cross_entropy(*arrays, Readout(num_tiles))[0]  # noqa: E731
+        def loss(x, head, *arrays):
+            return cross_entropy(x, OutputHead(head), *arrays, Readout(num_tiles))[0]
+
         return (
             jax.jit(jax.grad(loss, (0, 1)))
             .lower(*sizes, *rows)

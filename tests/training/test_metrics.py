@@ -3,12 +3,14 @@
 import contextlib
 import json
 import math
+import types
 
 import pytest
 
 from maxtext_lite.operations import goodput as goodput_module
 from maxtext_lite.operations.goodput import FILE, Goodput
-from maxtext_lite.training.metrics import MetricsLog
+from maxtext_lite.training.metrics import METRICS, JsonLines
+from maxtext_lite.training.step_log import open_lines
 from tests.process.test_phases import Clock
 
 
@@ -21,21 +23,25 @@ def log_after(tmp_path, lines, step):
             for each in lines
         )
     )
-    with contextlib.closing(MetricsLog(tmp_path, step)) as log:
-        return log.notes, path.read_bytes().splitlines()
+    run = types.SimpleNamespace(
+        is_first=True, files=types.SimpleNamespace(directory=tmp_path)
+    )
+    notes = []
+    with contextlib.closing(open_lines(run, METRICS, step, notes.append)):
+        return notes, path.read_bytes().splitlines()
 
 
 def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
     lines = [{"step": step, "loss": 1.0} for step in (1, 2, 2, 3, 4)]
     notes, kept = log_after(tmp_path, [*lines, b'{"step": 5, "lo'], 3)
-    assert notes == ()
+    assert notes == []
     assert [json.loads(line)["step"] for line in kept] == [
         1,
         2,
         2,
         3,
     ]  # step 2 has its evaluation's line too
-    with contextlib.closing(MetricsLog(tmp_path, 3)) as log:
+    with contextlib.closing(JsonLines(tmp_path / METRICS, 3)) as log:
         log.write({"step": 4, "loss": math.nan, "skipped": False, "name": "x"})
     assert (
         json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"]

@@ -15,7 +15,6 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.bucket import names_below
 from maxtext_lite.operations.step_memory import MemoryHook
 from maxtext_lite.training.checkpoint import TrainProgress
-from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
 from maxtext_lite.training.run_files import (
@@ -23,6 +22,7 @@ from maxtext_lite.training.run_files import (
     try_to_write,
     write_json,
 )
+from maxtext_lite.training.startup import log_startup
 from maxtext_lite.training.state import Overrides
 from tests.training.conftest import TINY
 
@@ -41,8 +41,8 @@ def run_of(tmp_path, *overrides, **more):
     )
 
 
-def log_startup(run, counts):
-    run.log_startup(Terminal(log_period=1, quiet=False), counts)
+def start(run, counts):
+    log_startup(run, counts, print)
     MemoryHook().start(run, None, counts, print)
 
 
@@ -112,9 +112,9 @@ def test_the_work_of_a_step_is_that_of_its_documents_each_alone(tmp_path):
     of = [sum(flops_per_example(run.config, n) for n in row) for row in lengths]
     run.excluded = {1: 0}
     ids = np.arange(len(rows))
-    assert run.flops_of(ids, 0) == pytest.approx(sum(of) - of[1])
-    assert run.flops_of(np.array([1]), 0) == 0
-    assert run.flops_of(ids, 0) < run.plan.flops_per_example * (len(rows) - 1)
+    assert run.flops_of(ids, len(ids), 0) == pytest.approx(sum(of) - of[1])
+    assert run.flops_of(np.array([1]), 1, 0) == 0
+    assert run.flops_of(ids, len(ids), 0) < run.plan.flops_per_example * (len(rows) - 1)
 
 
 def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
@@ -157,7 +157,7 @@ def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, 
     run = run_of(tmp_path, *keys)
     with run.opened(print):
         run.restore_or_init()
-        log_startup(run, TrainProgress())
+        start(run, TrainProgress())
     assert "answers end with <turn>" in capsys.readouterr().out
     stated = json.loads((tmp_path / "here/hf/generation_config.json").read_text())
     assert stated["eos_token_id"] == [0, 1]
@@ -171,7 +171,7 @@ def test_what_is_said_of_the_whole_text_is_said_once(tmp_path, capsys):
     run = run_of(tmp_path, *keys)
     with run.opened(print):
         run.restore_or_init()
-        log_startup(run, TrainProgress())
+        start(run, TrainProgress())
     said = [line for line in capsys.readouterr().out.split("\n") if "cut: 40" in line]
     assert [line.partition(":")[0] for line in said] == ["training and held-out data"]
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
             pytest.raises(UserError, match=f"{name} cannot be written"),
             run.opened(print),
         ):
-            log_startup(run, TrainProgress())
+            start(run, TrainProgress())
         (tmp_path / "here" / name).rmdir()
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(UserError, match=r"start .* over"):  # a run with checkpoints
@@ -201,7 +201,7 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
 ):
     """64 rows: after 4 steps of 8, two of 16 are left."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 64)
-    keys = "dataset_type=text packing=none eval_fraction=0 warmup_steps=0 num_epochs=1 steps=-1"
+    keys = "dataset_type=text packing=none eval_fraction=0 warmup_steps=0 num_epochs=1 steps=-1 log_level=detail"
     keys = [
         *keys.split(),
         "per_device_batch_size=-1",
@@ -227,7 +227,7 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
                 counts.step,
                 counts.examples_seen,
             )
-            log_startup(run, found)
+            start(run, found)
             ends.append(
                 json.loads((tmp_path / "here" / "plan.json").read_text())["steps"]
             )

@@ -19,7 +19,7 @@ from maxtext_lite.operations.spikes import (
 )
 from maxtext_lite.training import LossSpike, train
 from maxtext_lite.training.hooks import hooks_of
-from tests.training.conftest import lines_of
+from tests.run_directories import lines_of
 
 SIZES = """
 base_emb_dim=16 base_mlp_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8

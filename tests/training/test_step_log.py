@@ -9,10 +9,11 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import LossSpike, NonFiniteLoss
-from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.metrics import JsonLines
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.step_log import StepLog, StepResult
-from tests.training.conftest import TINY, lines_of
+from tests.run_directories import lines_of
+from tests.training.conftest import TINY
 
 METRICS = {
     "loss": 2.0,
@@ -46,8 +47,8 @@ def log_of(opened, monkeypatch):
 
     def make(counts=TrainProgress(), **changed):  # noqa: B008 - it is frozen
         monkeypatch.setattr(opened, "config", config.model_copy(update=changed))
-        logs.append(MetricsLog(opened.directory, 0))
-        return StepLog(opened, Terminal(log_period=1, quiet=True), logs[-1], counts)
+        logs.append(JsonLines(opened.directory / "metrics.jsonl", 0))
+        return StepLog(opened, counts, lines=logs[-1])
 
     yield make
     for log in logs:
@@ -56,7 +57,7 @@ def log_of(opened, monkeypatch):
 
 def add(log, step, *, more=None, **changed):
     metrics = {name: np.asarray(value) for name, value in (METRICS | changed).items()}
-    log.add(
+    log.record(
         step,
         StepResult(
             metrics,
@@ -75,7 +76,7 @@ def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     add(log, 4, more={"reward": 0.5, "unscored_fraction": 0.25})
     counts = log.counts
     assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
-    (record,) = lines_of(log.directory)
+    (record,) = lines_of(log.run.directory)
     want = {
         "step": 4,
         "loss": 2.0,
@@ -90,7 +91,7 @@ def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     assert want.items() <= record.items()
     assert "groups" not in record
     add(log, 5, loss=0.0, target_tokens=0)
-    assert lines_of(log.directory)[-1]["loss"] is None
+    assert lines_of(log.run.directory)[-1]["loss"] is None
 
 
 @pytest.mark.fast
@@ -99,12 +100,12 @@ def test_numbers_that_are_not_finite_end_the_run_and_the_cause_is_named(log_of):
         NonFiniteLoss, match=r"step 1 .*grad_norm nan: it is in the state"
     ):
         add(log := log_of(), 1, grad_norm=math.nan, skipped=True)
-    assert lines_of(log.directory)[0]["grad_norm"] is None  # on record all the same
+    assert lines_of(log.run.directory)[0]["grad_norm"] is None  # on record all the same
     with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf") as spike:
         add(log := log_of(), 1, param_norm=math.inf)
     assert (spike.value.step, spike.value.examples_seen) == (
         2,
-        lines_of(log.directory)[0]["examples_seen"],
+        lines_of(log.run.directory)[0]["examples_seen"],
     )
 
 
@@ -133,8 +134,8 @@ def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     with pytest.raises(LossSpike, match="max_loss_spike=2") as spike:
         add(log, 5, loss=4.966)
     assert (spike.value.step, spike.value.limit) == (5, pytest.approx(4.9652))
-    assert spike.value.examples_seen == lines_of(log.directory)[3]["examples_seen"]
-    assert len(lines_of(log.directory)) == 5  # on record all the same
+    assert spike.value.examples_seen == lines_of(log.run.directory)[3]["examples_seen"]
+    assert len(lines_of(log.run.directory)) == 5  # on record all the same
     without = log_of(TrainProgress(losses=(1.0,) * 32))
     add(without, 1, loss=1e6)
     assert without.counts.losses == (1.0,) * 32

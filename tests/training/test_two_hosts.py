@@ -36,7 +36,7 @@ def add(log, step, *_):
 how, who = sys.argv.pop(1), sys.argv.pop(1)
 if os.environ["JAX_PROCESS_ID"] == who:
     change(feed.HostReads, "__getitem__", read)
-    change(saving, "write_part", write)
+    change(saving, "write_checksums", write)
     change(step_log.StepLog, "add", add)
 sys.exit(run_command(main))
 """
