@@ -46,7 +46,8 @@ def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
     if not is_bucket(path):
         return user_path(str(path)), None
     remote = BucketDirectory(key, str(path).rstrip("/"))
-    content, where = remote.read(MANIFEST_FILE), f"{remote.url}/{MANIFEST_FILE}"
+    content = remote.read(MANIFEST_FILE)
+    where = f"{remote.url}/{MANIFEST_FILE}"
     manifest = manifest_of(where, json_object(where, content, wanted="a manifest of prepare"))
     entry = cache_directory("buckets") / hashlib.sha256(content).hexdigest()[:32]
     in_place = bucket_scheme(path) == "gs"  # the only scheme that ArrayRecord reads
@@ -95,7 +96,8 @@ def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tup
     if not due:
         return
     _check_sizes(remote, remote.listed(), due)
-    num_bytes, free = sum(shard.bytes for shard in due), shutil.disk_usage(entry).free
+    num_bytes = sum(shard.bytes for shard in due)
+    free = shutil.disk_usage(entry).free
     if num_bytes > free:
         raise UserError(
             f"{remote.url} has {num_bytes:,} bytes to be fetched, and {full_text(entry)} has room for {free:,}."

@@ -312,7 +312,8 @@ def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Cal
     Raises:
       UserError: the file cannot be read, or has another number of records.
     """
-    content, reader = hashlib.sha256(), open_shard(file, records, _IN_ORDER)
+    content = hashlib.sha256()
+    reader = open_shard(file, records, _IN_ORDER)
     for part in lengths:
         content.update(part.astype("<i8").tobytes())
     try:
@@ -379,7 +380,8 @@ def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[Rec
 
 def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
     check_file(file)
-    due, size = 8 * (manifest.documents + 1), file.stat().st_size
+    due = 8 * (manifest.documents + 1)
+    size = file.stat().st_size
     if size != due:
         raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {manifest.documents:,} documents: {due:,}.")
     starts = map_array(file)
@@ -399,12 +401,14 @@ def verify(
     Raises:
       UserError: a file is not what the manifest says; names it.
     """
-    manifest, document = stream.manifest, 0
+    manifest = stream.manifest
+    document = 0
     for shard in manifest.shards:
         file = stream.directory / shard.file
         if file_sha256(file) != shard.sha256:
             raise UserError(f"{file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
-        lengths = _lengths(stream, starts, document, document := document + shard.documents)
+        lengths = _lengths(stream, starts, document, document + shard.documents)
+        document += shard.documents
         content = content_of(
             file, num_records(shard, manifest), lengths, lambda record: see(np.frombuffer(record, stream.dtype))
         )

@@ -297,7 +297,8 @@ def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledR
             row = with_room[room].pop()
             rooms &= ~(int(not with_room[room]) << room)
         else:
-            room, row = num_tokens, len(rows)
+            room = num_tokens
+            row = len(rows)
             rows.append([])
         rows[row].append(number)
         if left := room - length:
