@@ -65,10 +65,8 @@ def store_files(
     contents |= _with_stops(contents, config, learned, paths_of_model(config) if paths is None else paths)
     if any(out.glob("*.safetensors")):  # of an export: a run stores no weights there
         for name, content in contents.items():
-            if not (is_there(out / name) and read_bytes(out / name) == content):
-                raise UserError(
-                    f"{out} holds an export, whose {name} is not this run's. Move it: a run stores its own there."
-                )
+            if not _holds(out, {name: content}):
+                raise UserError(f"{out} holds an export, whose {name} is not this run's. Move it.")
         return
     _write(out, contents)
     for name in CARRIED:
@@ -104,7 +102,8 @@ def carry_tokens(config: Config, source: Path, out: Path) -> None:
       source: the directory of the run or the imported model.
     """
     carried = hf_directory(source)
-    contents, stated = _token_files(config, carried), (carried or source / "hf") / _GENERATION
+    contents = _token_files(config, carried)
+    stated = (carried or source / "hf") / _GENERATION
     if is_there(stated):
         contents[_GENERATION] = read_bytes(stated)
     _write(out, contents)
@@ -118,11 +117,11 @@ def carry_own_tokens(config: Config, source: Path, base: Path, out: Path) -> Non
     Args:
       source: the directory of their run.
     """
-    contents, stored = _token_files(config, None), hf_directory(base) or base / "hf"
-    if all(is_there(stored / name) and read_bytes(stored / name) == each for name, each in contents.items()):
+    contents = _token_files(config, None)
+    of_base = hf_directory(base) or base / "hf"
+    if _holds(of_base, contents):
         contents = {}
-    own, theirs = stop_ids_of(source / "hf"), [*stop_ids_of(stored), end_of_text_of(config)]
-    if not set(own) <= set(theirs):
+    if not {*stop_ids_of(source / "hf")} <= {*stop_ids_of(of_base), end_of_text_of(config)}:
         contents[_GENERATION] = read_bytes(source / "hf" / _GENERATION)
     _write(out, contents)
 
@@ -170,20 +169,25 @@ def _model_files(config: Config, origin: Path) -> dict[str, bytes]:
         return {name: read_bytes(origin / name) for name in names}
     tokenizer = load_tokenizer(config)
     ends = special_among(stop_ids_of(origin), tokenizer)
-    if (end := end_of_text_of(config)) is not None and end not in ends:
+    end = end_of_text_of(config)
+    if end is not None and end not in ends:
         ends.append(end)
     return {name: _json(_with_tokens(read_object(origin / name), ends, tokenizer)) for name in names}
 
 
 def _with_tokens(fields: JsonObject, ends: list[int], tokenizer: Tokenizer) -> JsonObject:
     """The fields of a file about a model, with the tokens that end a text, and others only if they are special."""
-    ids: JsonObject = {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
+    ids: JsonObject = {"eos_token_id": ends or None}
+    if len(ends) == 1:
+        ids["eos_token_id"] = ends[0]
     for name in ("bos_token_id", "pad_token_id"):
         value = fields.get(name)
         ids[name] = value if is_whole(value, 0) and value in tokenizer.special_ids else None
     fields = fields | ids
     text = fields.get("text_config")
-    return fields | {"text_config": _with_tokens(text, ends, tokenizer)} if isinstance(text, dict) else fields
+    if isinstance(text, dict):
+        fields["text_config"] = _with_tokens(text, ends, tokenizer)
+    return fields
 
 
 def _with_stops(
@@ -194,8 +198,9 @@ def _with_stops(
     if no_tokenizer or not (paths or learned):
         return {}
     tokenizer = load_tokenizer(config)
-    model, generation = (json.loads(contents.get(name, b"{}")) for name in _MODEL_FILES)
-    stated = [end for fields in (generation, model) for end in stop_ids_in(fields)] or [tokenizer.end_of_text_id]
+    model = json.loads(contents.get("config.json", b"{}"))
+    generation = json.loads(contents.get(_GENERATION, b"{}"))
+    stated = stop_ids_in(generation) + stop_ids_in(model) or [tokenizer.end_of_text_id]
     ends = list(dict.fromkeys([*stated, *stop_tokens(paths, tokenizer), *learned]))
     if set(ends) <= {*stated, tokenizer.end_of_text_id}:
         return {}
@@ -205,6 +210,11 @@ def _with_stops(
 
 def _json(fields: JsonObject) -> bytes:
     return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _holds(directory: Path, contents: Mapping[str, bytes]) -> bool:
+    """Whether all these files are in a directory, with these contents."""
+    return all(is_there(directory / name) and read_bytes(directory / name) == each for name, each in contents.items())
 
 
 def _write(out: Path, contents: Mapping[str, bytes]) -> None:

@@ -119,7 +119,9 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without the marks of `{% generation %}`, and what they enclosed."""
     begin, end = MARKS
     first, *others = text.split(begin)
-    pieces, spans, written = [first], list[tuple[int, int]](), len(first)
+    pieces = [first]
+    spans: list[tuple[int, int]] = []
+    written = len(first)
     for other in others:
         marked, _, rest = other.partition(end)
         spans.append((written, written + len(marked)))

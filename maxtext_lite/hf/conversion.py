@@ -10,12 +10,12 @@ from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, Refusal, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.keys import MeshConfig
+from maxtext_lite.config.keys import MeshConfig, ModelConfig
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
-from maxtext_lite.hf.directory import hf_directory, run_config_json, tokenizer_keys, tokenizer_values
+from maxtext_lite.hf.directory import TOKENIZER_KEYS, hf_directory, run_config_json, tokenizer_keys, tokenizer_values
 from maxtext_lite.hf.fields import JsonObject
 from maxtext_lite.hf.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.hf.model_directory import hf_config
@@ -35,8 +35,6 @@ from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
 """The keys of the mesh on which parameters are converted."""
-CONVERSION_KEYS = (*MESH_KEYS, "dtype", "weight_dtype")
-"""The keys of any import; an import of a MaxText checkpoint also takes those of the model and the tokenizer."""
 
 
 def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
@@ -52,7 +50,8 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     items = maxtext_items(source)
     if items is not None:
         return _import_maxtext(items, out, overrides)
-    stated = [word for word in overrides if word.partition("=")[0] not in CONVERSION_KEYS]
+    of_maxtext = (*TOKENIZER_KEYS, *ModelConfig.model_fields)
+    stated = [word for word in overrides if word.partition("=")[0] in of_maxtext]
     if stated:
         raise UserError(f"{stated[0]} has no effect with {source}: it is for a checkpoint of MaxText.")
     adapter = adapter_of(source)
@@ -72,9 +71,10 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
 
 
 def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
-    stated = {word.partition("=")[0] for word in overrides}
-    byte = [] if stated & {"tokenizer_type", "tokenizer_path"} else ["dataset_type=synthetic", "tokenizer_type=byte"]
-    config = load_config(None, [f"weight_dtype={maxtext_dtype(items)}", *byte, *overrides])
+    usual = [f"weight_dtype={maxtext_dtype(items)}"]
+    if not any(word.startswith(TOKENIZER_KEYS) for word in overrides):
+        usual += ["dataset_type=synthetic", "tokenizer_type=byte"]
+    config = load_config(None, [*usual, *overrides])
     params = load_maxtext_parameters(items, _abstract_params(config), config)
     on_first_host(out, lambda: _write_config(out, config))
     save_parameters(out, params)

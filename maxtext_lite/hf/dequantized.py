@@ -93,7 +93,8 @@ class DequantizedDir(SafetensorsDir):
             self._packed = {name: _transposed(packed) for name, packed in self._packed.items()}
         dtype = stored_dtype(fields)
         word = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}[dtype]
-        self.tensors |= {name: Stored(each.like.file, word, each.shape, 0) for name, each in self._packed.items()}
+        for name, packed in self._packed.items():
+            self.tensors[name] = Stored(packed.like.file, word, packed.shape, 0)
         left_out = [name for name in self.tensors if name.endswith(_OF_ACTIVATIONS)]
         for name in left_out:
             del self.tensors[name]
@@ -139,9 +140,10 @@ class DequantizedDir(SafetensorsDir):
 
         def piece(box: Box) -> np.ndarray:
             experts, columns, rows = box
-            groups = slice(columns.start // 32, -(-columns.stop // 32))
+            groups = slice(columns.start // 32, _ceil_div(columns.stop, 32))
             values = _FP4[_nibbles(blocks[experts, rows, groups], low_first=True)]
-            values = np.ldexp(values, scales[experts, rows, groups, None].astype(np.int32) - 127)
+            powers = scales[experts, rows, groups, None].astype(np.int32) - 127
+            values = np.ldexp(values, powers)
             values = values.reshape(*values.shape[:2], -1).swapaxes(1, 2)
             start = groups.start * 32
             return values[:, columns.start - start : columns.stop - start]
@@ -177,7 +179,8 @@ class DequantizedDir(SafetensorsDir):
         def piece(box: Box) -> np.ndarray:
             rows, columns = box
             values = _unpacked(numbers[rows], bits, columns) if is_packed else _float32(numbers[rows, columns])
-            at = np.ix_(np.arange(rows.start, rows.stop) // height, group_of_column[columns])
+            group_of_row = np.arange(rows.start, rows.stop) // height
+            at = np.ix_(group_of_row, group_of_column[columns])
             if zeros is not None:
                 values = values - zeros[at]
             product = values * _float32(scales)[at]
@@ -189,7 +192,7 @@ class DequantizedDir(SafetensorsDir):
     def _bits_of(self, name: str, words: tuple[int, ...], shape: tuple[int, ...]) -> int:
         """The bits of a number: the one of the config's widths that fits words of 32 bits in this shape."""
         widths = {group.num_bits for group in self._groups}
-        fitting = [bits for bits in widths if words == (shape[0], -(-shape[1] * bits // 32))]
+        fitting = [bits for bits in widths if words == (shape[0], _ceil_div(shape[1] * bits, 32))]
         if len(fitting) != 1:
             raise self._refuse(name, f"is {list(words)}, which does not hold {list(shape)} numbers of num_bits")
         return fitting[0]
@@ -200,14 +203,14 @@ class DequantizedDir(SafetensorsDir):
         if is_symmetric and base + "_zero_point" not in self._stored:
             return None
         zeros = self._take(base, "_zero_point")
-        if bits and zeros.shape == (-(-shape[0] * bits // 32), grid[1]):
+        if bits and zeros.shape == (_ceil_div(shape[0] * bits, 32), grid[1]):
             return _unpacked(np.ascontiguousarray(zeros.T), bits, slice(0, shape[0])).T
         return _float32(zeros).reshape(grid)
 
     def _block(self, name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale."""
         for height, length in self._blocks:  # the last block of a dim may be cut off
-            if grid == (-(-shape[0] // height), -(-shape[1] // length)):
+            if grid == (_ceil_div(shape[0], height), _ceil_div(shape[1], length)):
                 return height, length
         if shape[0] % grid[0] or shape[1] % grid[1]:
             raise self._refuse(name, f"is {list(shape)}, which its scales, {list(grid)}, do not divide into blocks")
@@ -244,16 +247,18 @@ class DequantizedDir(SafetensorsDir):
         shape = tuple(state.shape)
         length = state.blocksize
         count = math.prod(shape)
-        if packed.size < -(-count // 2) or scales.size != -(-count // length):
+        if packed.size < _ceil_div(count, 2) or scales.size != _ceil_div(count, length):
             raise self._refuse(base, f"has {packed.size} bytes and {scales.size} scales, which {list(shape)} does not")
         row = math.prod(shape[1:])
 
         def piece(box: Box) -> np.ndarray:
             start = box[0].start * row  # whole rows
             stop = box[0].stop * row
-            values = _nibbles(packed[start // 2 : -(-stop // 2)], low_first=False)[start % 2 :][: stop - start]
+            values = _nibbles(packed[start // 2 : _ceil_div(stop, 2)], low_first=False)
+            values = values[start % 2 :][: stop - start]
             product = codes[values] * scales[np.arange(start, stop) // length]
-            return product.astype(np.dtype(state.dtype)).reshape(-1, *shape[1:])[:, *box[1:]]
+            product = product.astype(np.dtype(state.dtype))
+            return product.reshape(-1, *shape[1:])[:, *box[1:]]
 
         self._packed[base] = _Packed(self._stored[base], shape, piece)
 
@@ -276,18 +281,24 @@ def _pieces(box: Box) -> Iterator[Box]:
         yield from _pieces((*box[:dim], part, *box[dim + 1 :]))
 
 
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
 def _nibbles(packed: np.ndarray, *, low_first: bool) -> np.ndarray:
     """The two numbers of 4 bits in each byte, along the last dim."""
-    low, high = packed & 15, packed >> 4
+    low = packed & 15
+    high = packed >> 4
     return np.stack([low, high] if low_first else [high, low], -1).reshape(*packed.shape[:-1], -1)
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
     """Numbers of `bits` bits from words [rows, words], from the lowest bit on; the least number is -2 ** (bits - 1)."""
     first = columns.start * bits // 32
-    part = np.ascontiguousarray(words[:, first : -(-columns.stop * bits // 32)], "<i4").view(np.uint8)
-    start = columns.start * bits - first * 32
-    number = np.unpackbits(part, axis=1, bitorder="little")[:, start : start + (columns.stop - columns.start) * bits]
+    last = _ceil_div(columns.stop * bits, 32)
+    part = np.ascontiguousarray(words[:, first:last], "<i4").view(np.uint8)
+    number = np.unpackbits(part, axis=1, bitorder="little")
+    number = number[:, columns.start * bits - first * 32 : columns.stop * bits - first * 32]
     weights = np.exp2(np.arange(bits, dtype=np.float32))
     return number.reshape(len(words), -1, bits) @ weights - np.float32(2 ** (bits - 1))
 

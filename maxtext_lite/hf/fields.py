@@ -184,7 +184,8 @@ class Fields:
         A field with a problem already is not named again.
         """
         known = {problem.partition("=")[0].partition(" ")[0] for problem in self.problems}
-        layers, name = keys["base_num_decoder_layers"], self.names.get("base_num_decoder_layers")
+        layers = keys["base_num_decoder_layers"]
+        name = self.names.get("base_num_decoder_layers")
         if name and name not in known and isinstance(layers, int) and layers > MOST_LAYERS:
             self.refuse(name, layers, f"is more than {MOST_LAYERS:,}. Nearest that works: {MOST_LAYERS}.")
             known.add(name)

@@ -45,7 +45,8 @@ class AnswerFinder:
     """
 
     def __init__(self, template: ChatTemplate, encoder: TextEncoder) -> None:
-        self._template, self._encoder = template, encoder
+        self._template = template
+        self._encoder = encoder
         self._ends = dict[str, str]()  # by what closes the last answer of a conversation
 
     def texts(self, turns: Sequence[Turn], learned: Sequence[int]) -> list[LearnedText]:
@@ -195,7 +196,8 @@ def _continued(opened: re.Match[str], content: str, rendered: str) -> str | None
     Args:
       rendered: the rendering from where the prompt opens the thinking.
     """
-    begin, end = f"<{opened[1]}>", f"</{opened[1]}>"
+    begin = f"<{opened[1]}>"
+    end = f"</{opened[1]}>"
     parts = spoken_parts(content)
     if rendered.startswith(begin):
         said = rendered.removeprefix(begin)

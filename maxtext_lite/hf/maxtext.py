@@ -88,7 +88,8 @@ def _table() -> dict[str, Any]:
 @functools.cache
 def maxtext_defaults() -> dict[str, Any]:
     """MaxText's default of each key that is translated or may be lost."""
-    table, found = _table(), dict[str, Any]()
+    table = _table()
+    found: dict[str, Any] = {}
     for part in (table, table["architecture"]):
         found |= part["same"] | part["computed"] | {key: row[0] for key, row in part["renamed"].items()}
     for axis in (axis for axes in table["axes"].values() for axis in axes):

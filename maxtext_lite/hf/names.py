@@ -181,6 +181,10 @@ def _names(prefix: str, names: Mapping[str, str]) -> tuple[Name, ...]:
     return tuple(Name((ours,), prefix + theirs) for ours, theirs in names.items())
 
 
+def _in_layer(names: Mapping[str, str]) -> tuple[Name, ...]:
+    return _names(_LAYER, names)
+
+
 def _pairs(*names: Name) -> tuple[Name, ...]:
     """Lines of which queries' and keys' rotated dims lie as pairs."""
     turned = ("attention/query", "attention/key")
@@ -201,12 +205,12 @@ _ROOT = _names("", {
     "final_norm/scale": "model.norm.weight",
     "head/projection": "lm_head.weight",
 })  # fmt: skip
-_NORMS = _names(_LAYER, {
+_NORMS = _in_layer({
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
 })  # fmt: skip
-_OUT = _names(_LAYER, {"attention/out": "self_attn.o_proj.weight", "attention/out_bias": "self_attn.o_proj.bias"})
-_ATTENTION = _OUT + _names(_LAYER, {
+_OUT = _in_layer({"attention/out": "self_attn.o_proj.weight", "attention/out_bias": "self_attn.o_proj.bias"})
+_ATTENTION = _OUT + _in_layer({
     "attention/query": "self_attn.q_proj.weight",
     "attention/key": "self_attn.k_proj.weight",
     "attention/value": "self_attn.v_proj.weight",
@@ -214,12 +218,12 @@ _ATTENTION = _OUT + _names(_LAYER, {
     "attention/key_bias": "self_attn.k_proj.bias",
     "attention/value_bias": "self_attn.v_proj.bias",
 })  # fmt: skip
-_HEAD_NORMS = _names(_LAYER, {
+_HEAD_NORMS = _in_layer({
     "attention/query_norm/scale": "self_attn.q_norm.weight",
     "attention/key_norm/scale": "self_attn.k_norm.weight",
 })  # fmt: skip
-_DOWN = _names(_LAYER, {"mlp/down": "mlp.down_proj.weight", "mlp/down_bias": "mlp.down_proj.bias"})
-_MLP = _DOWN + _names(_LAYER, {
+_DOWN = _in_layer({"mlp/down": "mlp.down_proj.weight", "mlp/down_bias": "mlp.down_proj.bias"})
+_MLP = _DOWN + _in_layer({
     "mlp/gate": "mlp.gate_proj.weight",
     "mlp/up": "mlp.up_proj.weight",
     "mlp/gate_bias": "mlp.gate_proj.bias",
@@ -230,26 +234,26 @@ _MLP = _DOWN + _names(_LAYER, {
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
     of_experts = {"mlp/gate": gate, "mlp/up": up, "mlp/down": down}
     names = {ours: f"{block}.experts.{{expert}}.{theirs}.weight" for ours, theirs in of_experts.items()}
-    return _names(_LAYER, {"mlp/router": f"{block}.gate.weight", **names})
+    return _in_layer({"mlp/router": f"{block}.gate.weight", **names})
 
 
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _NUMBERED_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
-_SHARED = _names(_LAYER, {
+_SHARED = _in_layer({
     "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
     "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
 })  # fmt: skip
-_ROUTER_BIAS = _names(_LAYER, {"mlp/router_bias": "mlp.gate.e_score_correction_bias"})
+_ROUTER_BIAS = _in_layer({"mlp/router_bias": "mlp.gate.e_score_correction_bias"})
 _PAIRED = _pairs(*_ATTENTION)
 
 _LLAMA = _table(_NORMS + _ATTENTION + _MLP)
 _QWEN3 = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
-_POST_NORMS = _names(_LAYER, {
+_POST_NORMS = _in_layer({
     "attention_post_norm/scale": "post_attention_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 })  # fmt: skip
-_FOUR_NORMS = _POST_NORMS + _names(_LAYER, {
+_FOUR_NORMS = _POST_NORMS + _in_layer({
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
 })  # fmt: skip
@@ -265,7 +269,7 @@ _PHI3 = _table(_NORMS + _OUT + _DOWN + (
 _MIXTRAL = _table(_NORMS + _ATTENTION + _NUMBERED_EXPERTS)
 _QWEN3_MOE = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS)
 _GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
-_GPT_OSS = _table(_NORMS + _ATTENTION + _names(_LAYER, {
+_GPT_OSS = _table(_NORMS + _ATTENTION + _in_layer({
     "attention/sinks": "self_attn.sinks",
     "mlp/router": "mlp.router.weight",
     "mlp/router_logit_bias": "mlp.router.bias",
@@ -280,20 +284,20 @@ _DEEPSEEK = _table(_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED + (
     Name(("attention/query_up",), _LAYER + "self_attn.q_b_proj.weight", pairs="H"),
     Name(("attention/kv_down",), _LAYER + "self_attn.kv_a_proj_with_mqa.weight", pairs="C"),
     Name(("attention/key_up", "attention/value_up"), _LAYER + "self_attn.kv_b_proj.weight", parts=("P", "W")),
-) + _names(_LAYER, {
+) + _in_layer({
     "attention/query_down": "self_attn.q_a_proj.weight",
     "attention/query_down_norm/scale": "self_attn.q_a_layernorm.weight",
     "attention/kv_down_norm/scale": "self_attn.kv_a_layernorm.weight",
     "attention/out": "self_attn.o_proj.weight",
 }))  # fmt: skip
 _GLM4_MOE = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED)
-_QWEN2_MOE = _table(_NORMS + _ATTENTION + _MLP + _EXPERTS + _names(_LAYER, {
+_QWEN2_MOE = _table(_NORMS + _ATTENTION + _MLP + _EXPERTS + _in_layer({
     "mlp/shared_gate": "mlp.shared_expert_gate.weight",
     "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
     "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
 }))  # fmt: skip
-_MINIMAX_M2 = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _NUMBERED_EXPERTS + _names(_LAYER, {
+_MINIMAX_M2 = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _NUMBERED_EXPERTS + _in_layer({
     "mlp/router_bias": "block_sparse_moe.e_score_correction_bias",
 }))  # fmt: skip
 _ERNIE4_5_MOE = _table(_NORMS + _PAIRED + _MLP + _EXPERTS + _SHARED + (
@@ -321,11 +325,11 @@ _GRANITE_MOE = _table(_NORMS + _ATTENTION + (
     Name(("mlp/shared/down",), _LAYER + "shared_mlp.output_linear.weight"),
 ))  # fmt: skip
 _FLEX_OLMO = _table(_ATTENTION + _POST_NORMS + _HEAD_NORMS + _EXPERTS)
-_HUNYUAN_NORMS = _names(_LAYER, {
+_HUNYUAN_NORMS = _in_layer({
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",
     "attention/key_norm/scale": "self_attn.key_layernorm.weight",
 })  # fmt: skip
-_HUNYUAN_MOE = _table(_NORMS + _ATTENTION + _HUNYUAN_NORMS + _EXPERTS[1:] + _names(_LAYER, {
+_HUNYUAN_MOE = _table(_NORMS + _ATTENTION + _HUNYUAN_NORMS + _EXPERTS[1:] + _in_layer({
     "mlp/router": "mlp.gate.wg.weight",
     "mlp/shared/gate": "mlp.shared_mlp.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_mlp.up_proj.weight",
@@ -357,7 +361,7 @@ _ENDS = _names("", {"embedding/table": "model.embed_tokens.weight", "head/projec
 _INPUT_AND_POST = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _BLOCK_NORMS = _normed(_INPUT_AND_POST)
 _GLM = _NORMS + _PAIRED + _DOWN + (_GATE_UP,)
-_GLM4_NORMS = _names(_LAYER, {
+_GLM4_NORMS = _in_layer({
     "attention_post_norm/scale": "post_self_attn_layernorm.weight",
     "mlp_post_norm/scale": "post_mlp_layernorm.weight",
 })  # fmt: skip
@@ -381,7 +385,7 @@ _PHI = Table(
     + _fully_connected("fc1", "fc2"),
 )  # fmt: skip
 _STARCODER2 = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _fully_connected("c_fc", "c_proj"))
-_STABLELM = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP + _names(_LAYER, {
+_STABLELM = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP + _in_layer({
     "attention/query_norm/scale": "self_attn.q_layernorm.norms.{expert}.weight",
     "attention/key_norm/scale": "self_attn.k_layernorm.norms.{expert}.weight",
 }))  # fmt: skip
@@ -405,7 +409,7 @@ _GPT_NEOX = Table(
 _APERTUS = Table(
     "model.",
     _ROOT,
-    _ATTENTION + _HEAD_NORMS + _MLP + _names(_LAYER, {
+    _ATTENTION + _HEAD_NORMS + _MLP + _in_layer({
         "attention_norm/scale": "attention_layernorm.weight", "mlp_norm/scale": "feedforward_layernorm.weight",
         "mlp/alpha_p": "mlp.act_fn.alpha_p", "mlp/alpha_n": "mlp.act_fn.alpha_n",
     }),

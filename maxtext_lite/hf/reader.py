@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from maxtext_lite.hf.adapter import Adapter, adapter_of
@@ -23,32 +24,28 @@ def open_parameters(path: str | Path) -> Reader | None:
     """
     if not has_hf_weights(path):
         return None
-    adapter = adapter_of(path)
-    return AdapterReader(adapter) if adapter else HuggingFaceReader(path)
+    return HuggingFaceReader(path, adapter_of(path))
 
 
 class HuggingFaceReader(Reader):
-    """The parameters of a Hugging Face directory."""
+    """The parameters of a Hugging Face directory, or those of an adapter's base model and its matrices."""
 
-    def __init__(self, directory: str | Path):
-        self.directory = directory
+    def __init__(self, directory: str | Path, adapter: Adapter | None) -> None:
+        self.directory = adapter.base if adapter else directory
+        self._adapter = adapter
+        if adapter:
+            self.lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
 
     def load(self, abstract_params: Params, key: str) -> Params:
         return load_hf_parameters(self.directory, abstract_params, key)
 
-
-class AdapterReader(HuggingFaceReader):
-    """The parameters of an adapter's base model, and its matrices."""
-
-    def __init__(self, adapter: Adapter):
-        super().__init__(adapter.base)
-        self._adapter = adapter
-        self.lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
-
     def load_adapters(self, plain: Params, where: Tree) -> Params:
+        assert self._adapter is not None
         shapes = {path: tuple(leaf.shape) for path, leaf in flat(plain).items()}
         read = read_peft_adapters(self._adapter, shapes)
         shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
-        return jax.tree.map(
-            lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), read, shardings
-        )
+
+        def place(x: np.ndarray, at: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+        return jax.tree.map(place, read, shardings)

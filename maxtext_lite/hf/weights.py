@@ -168,15 +168,12 @@ def _is_further_head(name: str, keys: Keys) -> bool:
 def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
     """Refuses an output projection that differs from a tied model's table; a second copy is allowed."""
     (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == ("embedding/table",))
-    head, embedding = (as_bits(files.view(name)) for name in (_HEAD, table))
-    step = max(1, 2**24 // max(1, math.prod(head.shape[1:])))
-    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
-        np.array_equal(head[row : row + step], embedding[row : row + step]) for row in range(0, len(head), step)
-    )
+    head = files.view(_HEAD)
+    embedding = files.view(table)
+    same = head.dtype == embedding.dtype and np.array_equal(as_bits(head), as_bits(embedding))
     if not same:
         raise UserError(
-            f"{where}: lm_head.weight is not {table}, though config.json says tie_word_embeddings. "
-            "If they are meant to differ, say tie_word_embeddings=false there."
+            f"{where}: {_HEAD} is not {table}. If they are to differ, config.json needs tie_word_embeddings=false."
         )
 
 
@@ -290,8 +287,10 @@ class _Layers:
     """A stacked parameter of which the host has one layer at a time, the last one asked for."""
 
     def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
-        self._stacked, self._dims = stacked, layer_dims
-        self._number, self._layer = -1, np.empty(0)
+        self._stacked = stacked
+        self._dims = layer_dims
+        self._number = -1
+        self._layer = np.empty(0)
         self._take = _layer_on_every_host(stacked.sharding.mesh)  # type: ignore[attr-defined]
 
     def layer(self, number: int) -> np.ndarray:
@@ -300,7 +299,8 @@ class _Layers:
             self._layer = np.empty(0)
             where = np.unravel_index(number, self._dims) if self._dims else ()
             taken = self._take(self._stacked, tuple(map(int, where)))
-            self._layer, self._number = np.asarray(taken.addressable_data(0)), number
+            self._layer = np.asarray(taken.addressable_data(0))
+            self._number = number
         return self._layer
 
 

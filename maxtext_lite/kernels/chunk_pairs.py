@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.models.attention import STRATEGIES, merge, part, put
 from maxtext_lite.parallel import Tree, own_shard
@@ -26,16 +26,16 @@ class Pairs:
     chunk: int
 
     @classmethod
-    def of(cls, other: jax.Array, chunk: int) -> "Pairs":
+    def of(cls, other: Array, chunk: int) -> "Pairs":
         """The late queries with the early keys, and both late or both early chunks."""
         later = chunk * (other > own_shard()).astype(jnp.int32)
         return cls((chunk, later), (0, later), chunk)
 
-    def queries(self, x: jax.Array, axis: int) -> jax.Array:
+    def queries(self, x: Array, axis: int) -> Array:
         """Both pairs' queries, [2 B, ...] from [B, ...]."""
         return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.query])
 
-    def keys(self, x: jax.Array, axis: int) -> jax.Array:
+    def keys(self, x: Array, axis: int) -> Array:
         """Both pairs' keys, [2 B, ...] from [B, ...]."""
         return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
 
@@ -47,11 +47,11 @@ class Pairs:
         return state
 
 
-Find = Callable[[Pairs, Any, jax.Array], tuple[jax.Array, ...]]
+Find = Callable[[Pairs, Any, Array], tuple[Array, ...]]
 """(pairs, another shard's keys, its number) -> results for the pairs, float32 [2 B, ...], with tokens in dim 3."""
 
 
-def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Array, ...], find: Find) -> Tree:
+def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, ...], find: Find) -> Tree:
     """Contexts and log-partitions over the keys of all shards.
 
     Args:
@@ -60,20 +60,20 @@ def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Arr
       own: the results for its own keys.
     """
 
-    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         pairs = Pairs.of(other, chunk)
         return pairs.updated(state, find(pairs, theirs, other), pairs.query, merge), sums
 
     return STRATEGIES[strategy](visit, own, keys, ())[0]
 
 
-def summed_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Array, ...], find: Find) -> Tree:
+def summed_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, ...], find: Find) -> Tree:
     """dq over the keys of all shards, and dk and dv over their queries; arguments as of `merged_over_shards`."""
 
     def add(before: Tree, found: Tree) -> Tree:
         return tuple(x + new for x, new in zip(before, found, strict=True))
 
-    def visit(dq: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+    def visit(dq: Array, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         pairs = Pairs.of(other, chunk)
         found, *dkv = find(pairs, theirs, other)
         (dq,) = pairs.updated((dq,), (found,), pairs.query, add)

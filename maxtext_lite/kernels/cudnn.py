@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
@@ -28,28 +29,28 @@ _PADDING = -1  # the document of tokens that only fill up a kernel's last block
 class Inputs(NamedTuple):
     """The arguments of a kernel; the int32 numbers `mask_BT` say which keys a query may see."""
 
-    q_BTNH: jax.Array
-    k_BSKH: jax.Array
-    v_BSKW: jax.Array
-    mask_BT: jax.Array
+    q_BTNH: Array
+    k_BSKH: Array
+    v_BSKW: Array
+    mask_BT: Array
 
 
 class FusedKernel(Protocol):
     """The two passes of a causal attention kernel."""
 
-    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[Array, Array]:
         """Context [B, T, N, W] and the float32 natural log-partition of each row of scores, [B, N, T]."""
         ...
 
     def backward(
-        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, inputs: Inputs, context_BTNW: Array, log_partition_BNT: Array, g_BTNW: Array
+    ) -> tuple[Array, Array, Array]:
         """The gradients of queries, keys and values; context and log-partition may count more than the keys."""
         ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def fused_attention(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKernel) -> jax.Array:
+def fused_attention(inputs: Inputs, sink_N: Array | None, kernel: FusedKernel) -> Array:
     """Context [B, T, N, W] by a kernel, with or without sinks; under vmap, replicas are more rows of one call.
 
     Source of the sinks' share: gpt-oss, arXiv:2508.10925.
@@ -57,7 +58,7 @@ def fused_attention(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKerne
     return _forward(inputs, sink_N, kernel)[0]
 
 
-def _forward(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKernel) -> Any:
+def _forward(inputs: Inputs, sink_N: Array | None, kernel: FusedKernel) -> Any:
     context_BTNW, log_partition_BNT = by_rows(kernel.forward)(inputs)
     if sink_N is not None:
         of_keys_BNT = log_partition_BNT
@@ -69,7 +70,7 @@ def _forward(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKernel) -> A
     return context_BTNW, (inputs, sink_N, context_BTNW, log_partition_BNT)
 
 
-def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> tuple[Any, jax.Array | None]:
+def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: Array) -> tuple[Any, Array | None]:
     inputs, sink_N, context_BTNW, log_partition_BNT = residuals
     gradients = by_rows(kernel.backward)(inputs, context_BTNW, log_partition_BNT, g_BTNW)
     dsink_N = sink_gradient(sink_N, log_partition_BNT[:, :, None, :, None], context_BTNW, g_BTNW)
@@ -88,7 +89,7 @@ def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
 
     @folded.def_vmap
     def rule(count: int, is_mapped: list[Any], *trees: Any) -> tuple[_Found, _Found]:
-        def rows(x: jax.Array, mapped: bool) -> jax.Array:
+        def rows(x: Array, mapped: bool) -> Array:
             return (x if mapped else jnp.broadcast_to(x, (count, *x.shape))).reshape(-1, *x.shape[2 if mapped else 1 :])
 
         found = folded(*map(functools.partial(jax.tree.map, rows), trees, is_mapped))
@@ -119,38 +120,45 @@ class Mha:
     scale: float
     interpret: bool
 
-    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[Array, Array]:
         """See FusedKernel."""
         options: Any = {"block_sizes": self._blocks(), "interpret": self.interpret, "return_residuals": True}
         with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha"):
-            found = _mha().mha(*inputs, self.scale, True, **options)
-        context_BTNH, log2_partition_BNT = found
+            context_BTNH, log2_partition_BNT = _mha().mha(*inputs, self.scale, True, **options)
         return context_BTNH, log2_partition_BNT * math.log(2)
 
     def backward(
-        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, inputs: Inputs, context_BTNW: Array, log_partition_BNT: Array, g_BTNW: Array
+    ) -> tuple[Array, Array, Array]:
         """See FusedKernel."""
-        residuals = (*inputs, context_BTNW, log_partition_BNT / math.log(2))
-        names = ("num_warps", "num_stages", "grid", "debug", "return_residuals")
-        options: Any = dict(zip(names, (None, 2, None, False, False), strict=True))
         with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha_backward"):
             gradients = _mha()._mha_backward(
                 sm_scale=self.scale,
                 causal=True,
                 block_sizes=self._blocks(),
                 backward_pass_impl="triton",
+                num_warps=None,
+                num_stages=2,
+                grid=None,
                 interpret=self.interpret,
-                res=residuals,
+                debug=False,
+                return_residuals=False,
+                res=(*inputs, context_BTNW, log_partition_BNT / math.log(2)),
                 do=g_BTNW,
-                **options,
             )
         return gradients[:3]
 
     @staticmethod
     def _blocks() -> Any:
-        of_backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), _MHA_BLOCK // 2)
-        return _mha().BlockSizes(block_q=_MHA_BLOCK, block_k=_MHA_BLOCK, **of_backward)
+        half = _MHA_BLOCK // 2
+        return _mha().BlockSizes(
+            block_q=_MHA_BLOCK,
+            block_k=_MHA_BLOCK,
+            block_q_dkv=half,
+            block_kv_dkv=half,
+            block_q_dq=half,
+            block_kv_dq=half,
+        )
 
 
 _MHA_BLOCK = 64
@@ -162,16 +170,16 @@ _ROWS = ("batch", None)
 
 
 def mha_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BT: jax.Array,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_BT: Array,
     sink_N: None = None,
     *,
     strategy: str = "",
     scoring: Scoring = PLAIN,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """`attention` by jax's kernels in Triton, which have no windows or soft caps and take T in blocks of 64.
 
     Tokens are padded to whole blocks, with the padding as a document. Each kv head is repeated for the query heads that
@@ -182,39 +190,44 @@ def mha_attention(
     """
     del sink_N, strategy  # it knows neither sinks nor shards of the tokens
 
-    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    def local(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, segment_BT: Array) -> Array:
         """The heads and rows of one device."""
-        T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
-        kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
-        q_BTNH, k_BTNH, v_BTNH = (whole_blocks(x, _MHA_BLOCK) for x in (q_BTNH, k_BTNH, v_BTNH))
-        inputs = Inputs(q_BTNH, k_BTNH, v_BTNH, whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING))
-        context_BTNH: Any = fused_attention(inputs, None, kernel)
+        T = q_BTNH.shape[1]
+        group = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BTNH = jnp.repeat(k_BSKH, group, axis=2)
+        v_BTNH = jnp.repeat(v_BSKH, group, axis=2)
+        inputs = Inputs(
+            whole_blocks(q_BTNH, _MHA_BLOCK),
+            whole_blocks(k_BTNH, _MHA_BLOCK),
+            whole_blocks(v_BTNH, _MHA_BLOCK),
+            whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING),
+        )
+        context_BTNH: Any = fused_attention(inputs, None, Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret))
         return context_BTNH[:, :T]
 
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
 
 
-def _cudnn(*heads: jax.Array, **options: Any) -> jax.Array:
+def _cudnn(*heads: Array, **options: Any) -> Array:
     return jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn", **options)
 
 
 def cudnn_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BT: jax.Array,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_BT: Array,
     sink_N: None = None,
     *,
     strategy: str = "",
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """`attention` by cuDNN for rows with one document each and padding after it; it does not read documents."""
     del segment_BT, sink_N, strategy
     # A padding query sees the document before it, but no token of the document, and so no loss, sees the padding.
     window = None if scoring.window is None else (scoring.window - 1, 0)
 
-    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    def local(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
         """The heads and rows of one device."""
         return _cudnn(q_BTNH, k_BSKH, v_BSKH, scale=scoring.scale, local_window_size=window)
 
@@ -222,15 +235,15 @@ def cudnn_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, scale: float) -> jax.Array:
+def _masked(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, scale: float) -> Array:
     """cuDNN's attention with a mask; its own rule for vmap expects one mask for each head, and fails."""
     return by_rows(lambda q, k, v, seen: _cudnn(q, k, v, mask=seen, scale=scale))(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
 
 
-def _masked_backward(scale: float, inputs: tuple[jax.Array, ...], g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
+def _masked_backward(scale: float, inputs: tuple[Array, ...], g_BTNH: Array) -> tuple[Array | None, ...]:
     """Runs the forward kernel again, because `jax.nn` does not return its residuals."""
 
-    def gradients(*rows: jax.Array) -> tuple[jax.Array, ...]:
+    def gradients(*rows: Array) -> tuple[Array, ...]:
         *heads, seen_B1TS, g_BTNH = rows
         return jax.vjp(functools.partial(_cudnn, mask=seen_B1TS, scale=scale), *heads)[1](g_BTNH)
 
@@ -241,19 +254,19 @@ _masked.defvjp(lambda *arguments: (_masked(*arguments), arguments[:4]), _masked_
 
 
 def cudnn_masked_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BT: jax.Array,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_BT: Array,
     sink_N: None = None,
     *,
     strategy: str = "",
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """`attention` by cuDNN with a mask [B, 1, T, S] of documents; T must be even."""
     del sink_N, strategy
 
-    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    def local(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, segment_BT: Array) -> Array:
         """The heads and rows of one device."""
         # cuDNN before 9.10.2 has no window beside a mask, and would refuse the step when it compiles: the window is a
         # part of the mask.

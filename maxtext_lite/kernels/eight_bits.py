@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.models.ops import TokenAxes, dtype_of_totals
@@ -39,16 +40,16 @@ class Scaled(NamedTuple):
       scale: float32, of size 1 along the dims that share one.
     """
 
-    numbers: jax.Array
-    scale: jax.Array
+    numbers: Array
+    scale: Array
 
 
-def largest_magnitude(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+def largest_magnitude(x: Array, dims: tuple[int, ...]) -> Array:
     """The largest magnitude over `dims`, which keep size 1, in float32; NaN if a number is NaN."""
     return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
 
 
-def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
+def in_eight_bits(x: Array, largest: Array, dtype: DTypeLike) -> Scaled:
     """x rounded to the nearest numbers of `dtype`, ties to even; `largest` becomes the largest number of `dtype`.
 
     Args:
@@ -60,7 +61,7 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
     return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
 
 
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+Matmul = Callable[[Array, Array], Array]
 """(rows, numbers of weights) -> products, in `dtype_of_totals`."""
 
 
@@ -68,70 +69,72 @@ class EightBits(NamedTuple):
     """A number format of matmuls with layers' weights: eight bits with scales.
 
     Attributes:
-      forward: dtype of x and W.
-      backward: dtype of g.
-      quantizes_weight_gradient: dW uses these dtypes for x and g too; False: dW uses x and g unquantized.
+      dtype: of x, W and g.
+      quantizes_weight_gradient: dW uses it for x and g too; False: dW uses x and g unquantized.
     """
 
-    forward: Any
-    backward: Any
+    dtype: Any
     quantizes_weight_gradient: bool
+
+    def scaled(self, x: Array, dims: tuple[int, ...]) -> Scaled:
+        """x with a scale for its numbers along `dims` together."""
+        return in_eight_bits(x, largest_magnitude(x, dims), self.dtype)
 
     # ---- A projection
 
-    def scaled_weight(self, weight_io: jax.Array, axes: tuple[str, str]) -> Scaled:
+    def scaled_weight(self, weight_io: Array, axes: tuple[str, str]) -> Scaled:
         """A weight ready for use, whole over `fsdp`, with a scale for each output.
 
         It is rounded in its shards, so eight bits and the scales cross `fsdp`.
         """
         lying = constrain(weight_io, axes)
-        scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), self.forward)
+        scaled = self.scaled(lying, (0,))
         in_axis, out_axis = axes_in_use(axes)
         whole = (in_axis, out_axis)
         numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), whole))
         return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
 
-    def times(self, x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+    def times(self, x_BTi: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """x W, [B, T, o] in the dtype of x."""
-        x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), self.forward)
+        x = self.scaled(x_BTi, (2,))
         total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
         return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
 
-    def times_transposed(self, g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+    def times_transposed(self, g_BTo: Array, weight: Scaled, axes: tuple[str, str]) -> Array:
         """g W^T, [B, T, i] in the dtype of g."""
-        scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
-        g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), self.backward)
+        g = self.scaled(g_BTo.astype(jnp.float32) * weight.scale, (2,))
         total_nBTi = _totals(g.numbers, weight.numbers.T, axes[1])
         return _added_up(total_nBTi.astype(jnp.float32) * g.scale, g_BTo.dtype)
 
     def weight_gradient(
         self,
-        x_BTi: jax.Array,
-        g_BTo: jax.Array,
+        x_BTi: Array,
+        g_BTo: Array,
         axes: tuple[str, str],
         tokens: TokenAxes,
         grad_dtype: DTypeLike,
-    ) -> jax.Array:
+    ) -> Array:
         """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums
         cross it in `grad_dtype` and are added up in float32.
 
         Rows run one after another: a device never has the products of several rows, each as large as the weight.
         """
         in_axis, out_axis = axes_in_use(axes)
-        x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
+        x_rnmcti = _rows_first(x_BTi, tokens, in_axis)
+        g_rnmcto = _rows_first(g_BTo, tokens, out_axis)
 
-        def of_row(x: jax.Array, g: jax.Array) -> jax.Array:
-            x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), self.forward)
-            g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), self.backward)
-            totals = dtype_of_totals(self.forward)
+        def of_row(x: Array, g: Array) -> Array:
+            x_nmcti = self.scaled(x, (2, 3))
+            g_nmcto = self.scaled(g, (2, 3))
+            totals = dtype_of_totals(self.dtype)
             total = jnp.einsum("nmcti,nmcto->nmcio", x_nmcti.numbers, g_nmcto.numbers, preferred_element_type=totals)
             sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
             return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
 
         sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
         if len(x_rnmcti) > 1:
-            add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
-            sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
+            rest = (x_rnmcti[1:], g_rnmcto[1:])
+            sums_nmcio, _ = jax.lax.scan(lambda sums, row: (sums + of_row(*row), None), sums_nmcio, rest)
         dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
         sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
         # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into
@@ -141,65 +144,64 @@ class EightBits(NamedTuple):
 
     # ---- Rows of experts, inside `over_shards`
 
-    def whole_weight(self, weight_Eio: jax.Array, axes: tuple[str, ...]) -> Scaled:
+    def whole_weight(self, weight_Eio: Array, axes: tuple[str, ...]) -> Scaled:
         """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
         in_axis, out_axis = axes[1:]
-        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.forward)
+        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.dtype)
         dim = axes.index("expert_embed")
         numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
         scale = gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale
         return Scaled(numbers, scale)
 
-    def rows_times(
-        self, x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
-    ) -> jax.Array:
+    def rows_times(self, x_Ui: Array, weight: Scaled, expert_U: Array, matmul: Matmul, axis: str | None) -> Array:
         """Each row times its expert's weight, [U, o] in float32.
 
         Args:
           axis: logical axis of rows' entries; a row's largest magnitude is found over its shards.
         """
-        x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), self.forward)
+        x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), self.dtype)
         return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
 
     def rows_times_transposed(
-        self, g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
-    ) -> jax.Array:
+        self, g_Uo: Array, weight: Scaled, expert_U: Array, matmul: Matmul, axis: str | None
+    ) -> Array:
         """Each row times its expert's transposed weight, [U, i] in float32.
 
         Args:
           axis: as in `rows_times`.
         """
         scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
-        g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), self.backward)
+        g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), self.dtype)
         return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
 
 
-INT8 = EightBits(jnp.int8, jnp.int8, quantizes_weight_gradient=True)
-FP8 = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=False)
-FP8_FULL = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=True)
+INT8 = EightBits(jnp.int8, quantizes_weight_gradient=True)
+FP8 = EightBits(jnp.float8_e4m3fn, quantizes_weight_gradient=False)
+FP8_FULL = EightBits(jnp.float8_e4m3fn, quantizes_weight_gradient=True)
 
 
-def _sent(numbers: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _sent(numbers: Array, send: Callable[[Array], Array]) -> Array:
     """Numbers sent to other devices as bytes: XLA would widen float8 first on a platform without it."""
     sent = send(jax.lax.bitcast_convert_type(numbers, jnp.int8))
     return jax.lax.bitcast_convert_type(sent, numbers.dtype)
 
 
-def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
+def _totals(left_BTk: Array, right_kj: Array, axis: str) -> Array:
     """left x right [n, B, T, j], where n devices along a logical axis have a part of k each.
 
     The parts are kept apart until they have their scales: the all-reduce then takes two bytes a number, not four.
     """
     parts = 1 if axes_in_use((axis,)) == (None,) else num_shards(axis)
     B, T, k = left_BTk.shape
-    left_BTnk, right_nkj = left_BTk.reshape(B, T, parts, k // parts), right_kj.reshape(parts, k // parts, -1)
+    left_BTnk = left_BTk.reshape(B, T, parts, k // parts)
+    right_nkj = right_kj.reshape(parts, k // parts, -1)
     if parts > 1:
         left_BTnk = constrain(left_BTnk, (AS_IT_IS, AS_IT_IS, axis, None))
         right_nkj = constrain(right_nkj, (axis, None, AS_IT_IS))
     return jnp.einsum("BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype))
 
 
-def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Array:
+def _added_up(parts: Array, dtype: DTypeLike, num_dims: int = 1) -> Array:
     """The sum over the first dims in `dtype`; `jnp.sum` would add, and all-reduce, in float32."""
     parts = parts.astype(dtype)
     dims = tuple(range(num_dims))
@@ -208,7 +210,7 @@ def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Arra
     return jax.lax.reduce(parts, jnp.zeros([], dtype), jax.lax.add, dims)
 
 
-def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Array:
+def _rows_first(x_BTi: Array, tokens: TokenAxes, axis: str | None) -> Array:
     """[rows of a device, devices along each of `tokens`, tokens of a device, i]."""
     B, T, width = x_BTi.shape
     n, m, c = (1 if name is None else num_shards(name) for name in tokens)
@@ -216,6 +218,6 @@ def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Ar
     return jnp.moveaxis(constrain(x_nmrcti, (*tokens[:2], None, tokens[2], None, axis)), 2, 0)
 
 
-def _largest_of_rows(x_Ui: jax.Array, axis: str | None) -> jax.Array:
+def _largest_of_rows(x_Ui: Array, axis: str | None) -> Array:
     largest_U1 = largest_magnitude(x_Ui, (1,))
     return largest_U1 if axis is None else largest(largest_U1, axis)

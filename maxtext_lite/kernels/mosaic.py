@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.config.kernels import KERNEL_SCOPE
 from maxtext_lite.kernels.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
@@ -45,24 +46,22 @@ Source: tokamax 0.0.17, data/autotuning/nvidia_h100_80gb_hbm3, pallas_mosaic_gpu
 
 
 def mosaic_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     strategy: str = "all_gather",
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """`attention` by tokamax's Mosaic kernels, for any T.
 
     Args:
       strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
     """
 
-    def local(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: jax.Array | None
-    ) -> jax.Array:
+    def local(q_BTNH: Array, k_BSKH: Array, v_BSKW: Array, segment_BT: Array, sink_N: Array | None) -> Array:
         """The heads, rows and queries of one device."""
         options = scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap
         first_BS = first_keys(whole_examples(segment_BT), scoring.window)
@@ -77,7 +76,7 @@ def mosaic_attention(
     return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
-def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
+def first_keys(segment_BT: Array, window: int | None) -> Array:
     """The first key that each query sees, int32 [B, T]: the first one both in its document and in its window.
 
     Args:
@@ -105,7 +104,7 @@ class Mosaic:
     soft_cap: float | None
     causal: bool = True
 
-    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[Array, Array]:
         """See FusedKernel."""
         *heads, mask_BT = inputs
         T = mask_BT.shape[1]
@@ -118,8 +117,8 @@ class Mosaic:
         return context_BTNW[:, :T], (max_BNT + jnp.log(sum_BNT))[..., :T]
 
     def backward(
-        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, inputs: Inputs, context_BTNW: Array, log_partition_BNT: Array, g_BTNW: Array
+    ) -> tuple[Array, Array, Array]:
         """See FusedKernel."""
         *heads, mask_BT = inputs
         T = mask_BT.shape[1]
@@ -135,7 +134,7 @@ class Mosaic:
             gradients = backward(*results, *heads, **bound)
         return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
 
-    def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
+    def _op(self, first_key_BT: Array) -> tuple[Any, dict[str, Any]]:
         """The op, and its arguments beside queries, keys and values."""
         op, mask = flash_attention()
         T = first_key_BT.shape[1]
@@ -146,7 +145,7 @@ class Mosaic:
         return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
 
 
-def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
+def _better(tuned: dict[int, dict[str, int]], heads: list[Array]) -> dict[str, int]:
     """The measured block sizes for these queries, keys and values; {} if there are none."""
     width = heads[0].shape[-1]
     return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
@@ -164,48 +163,48 @@ class Sharded:
     soft_cap: float | None
     strategy: str
 
-    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[Array, Array]:
         """See FusedKernel."""
         q_BTNH, *keys, mask_BT = inputs
 
-        def as_state(context_BTNW: jax.Array, log_partition_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def as_state(context_BTNW: Array, log_partition_BNT: Array) -> tuple[Array, Array]:
             return _by_heads(context_BTNW), log_partition_BNT[:, :, None, :, None]
 
-        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
+        def find(pairs: Pairs, theirs: Tree, other: Array) -> tuple[Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
-            context_BTNW, log_partition_BNT = self._of_pairs.forward(of_pairs)
+            context_BTNW, log_partition_BNT = Mosaic(self.scale, self.soft_cap, causal=False).forward(of_pairs)
             return as_state(context_BTNW, jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN))
 
-        own = as_state(*self._own.forward(self._own_places(inputs)))
+        own = as_state(*Mosaic(self.scale, self.soft_cap).forward(self._own_places(inputs)))
         chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
         context_BN1TW, log_partition_BN1T1 = merged_over_shards(self.strategy, chunk, tuple(keys), own, find)
         return ungrouped(context_BN1TW).astype(q_BTNH.dtype), log_partition_BN1T1[:, :, 0, :, 0]
 
     def backward(
-        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, inputs: Inputs, context_BTNW: Array, log_partition_BNT: Array, g_BTNW: Array
+    ) -> tuple[Array, Array, Array]:
         """See FusedKernel. A shard gets its dk and dv for other shards' queries in float32."""
         q_BTNH, *keys, mask_BT = inputs
 
-        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
+        def find(pairs: Pairs, theirs: Tree, other: Array) -> tuple[Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
             context, g = (pairs.queries(x, axis=1) for x in (context_BTNW, g_BTNW))
             log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
-            return tuple(map(_by_heads, self._of_pairs.backward(of_pairs, context, log_partition, g)))
+            return tuple(
+                map(
+                    _by_heads,
+                    Mosaic(self.scale, self.soft_cap, causal=False).backward(of_pairs, context, log_partition, g),
+                )
+            )
 
-        gradients = self._own.backward(self._own_places(inputs), context_BTNW, log_partition_BNT, g_BTNW)
-        own, chunk = tuple(map(_by_heads, gradients)), mask_BT.shape[1] // CHUNKS_PER_SHARD
+        gradients = Mosaic(self.scale, self.soft_cap).backward(
+            self._own_places(inputs), context_BTNW, log_partition_BNT, g_BTNW
+        )
+        own = tuple(map(_by_heads, gradients))
+        chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
         found = summed_over_shards(self.strategy, chunk, tuple(keys), own, find)
         dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in found)
         return dq, dk, dv
-
-    @property
-    def _own(self) -> Mosaic:
-        return Mosaic(self.scale, self.soft_cap)
-
-    @property
-    def _of_pairs(self) -> Mosaic:
-        return Mosaic(self.scale, self.soft_cap, causal=False)
 
     @staticmethod
     def _own_places(inputs: Inputs) -> Inputs:
@@ -215,10 +214,11 @@ class Sharded:
         return inputs._replace(mask_BT=early + late)
 
     @staticmethod
-    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[Inputs, jax.Array]:
+    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: Array) -> tuple[Inputs, Array]:
         """The inputs of the pairs with another shard's keys, with the first key that each query sees, [2 B, T / 2];
         and whether it sees one: a query that sees none gets the last key."""
-        chunk, (early, late) = pairs.chunk, chunks_of(other)
+        chunk = pairs.chunk
+        early, late = chunks_of(other)
         firsts = [
             part(inputs.mask_BT, query, chunk, 1) - chunk * jnp.where(key == 0, early, late)
             for query, key in zip(pairs.query, pairs.key, strict=True)
@@ -229,6 +229,6 @@ class Sharded:
         return Inputs(q, k, v, jnp.minimum(first_BT, chunk - 1)), first_BT < chunk
 
 
-def _by_heads(x_BTNH: jax.Array) -> jax.Array:
+def _by_heads(x_BTNH: Array) -> Array:
     """[B, N, 1, T, H] in float32, the layout of states, with tokens in dim 3."""
     return x_BTNH.astype(jnp.float32).swapaxes(1, 2)[:, :, None]

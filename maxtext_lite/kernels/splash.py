@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
 
-from maxtext_lite.config.kernels import SPLASH_BLOCK, token_multiple
+from maxtext_lite.config.kernels import SPLASH_BLOCK
 from maxtext_lite.kernels.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
 from maxtext_lite.models.attention import PLAIN, Passes, Scoring, on_devices, ungrouped, with_sink
 from maxtext_lite.parallel import (
@@ -120,10 +121,13 @@ def _within(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.nda
     Queries and keys each follow each other.
     """
     assert all(tokens[-1] - tokens[0] == len(tokens) - 1 for tokens in (queries, keys))
-    nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
-    some, every = farthest >= 0, nearest >= 0
+    nearest = queries[0] - keys[-1]
+    farthest = queries[-1] - keys[0]
+    some = farthest >= 0
+    every = nearest >= 0
     if window is not None:
-        some, every = some and nearest < window, every and farthest < window
+        some = some and nearest < window
+        every = every and farthest < window
     return _some_and_all(bool(some), bool(every))
 
 
@@ -148,7 +152,8 @@ class LocalMask(splash_attention_mask.LocalMask):
 
     def __init__(self, shape: tuple[int, int], window: int, shards: int = 1):
         super().__init__(shape, (window - 1, 0), offset=0)
-        self._window, self._positions = window, _arranged(self, shards)
+        self._window = window
+        self._positions = _arranged(self, shards)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As `CausalMask`."""
@@ -160,11 +165,13 @@ def _arranged(mask: Any, shards: int) -> np.ndarray:
     num_tokens = mask.shape[0]
     if shards == 1:
         return np.arange(num_tokens)
-    plain, chunk = mask.mask_function, num_tokens // (CHUNKS_PER_SHARD * shards)
+    plain = mask.mask_function
+    chunk = num_tokens // (CHUNKS_PER_SHARD * shards)
 
     def mask_function(position_Q: Any, place_S: Any) -> Any:
         """Inside the kernel: `context_order` in arithmetic, as it has no table to look a place up in."""
-        shard, late = place_S // (2 * chunk), place_S // chunk % 2
+        shard = place_S // (2 * chunk)
+        late = place_S // chunk % 2
         chunk_S = shard + late * (2 * shards - 1 - 2 * shard)
         return plain(position_Q, chunk_S * chunk + place_S % chunk)
 
@@ -186,7 +193,7 @@ _TOKENS = ("batch", "length")
 
 
 @jax.custom_vjp
-def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
+def _with_gradient_as_wide(x: Array) -> Array:
     """`x` with its gradient cast to its dtype: splash returns that of float32 sinks in the queries' dtype."""
     return x
 
@@ -195,28 +202,23 @@ _with_gradient_as_wide.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype
 
 
 def splash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     strategy: str = "all_gather",
     scoring: Scoring = PLAIN,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """`attention` by the Pallas kernel for TPU; T, or on context shards each chunk, must be a multiple of 128.
 
     Args:
       strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
-    Raises:
-      ValueError: T, or a chunk, is not a multiple of 128.
     """
-    T, shards = q_BTNH.shape[1], context_shards()
-    unit = token_multiple("splash", shards)
-    if T % unit:
-        raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {unit}")
+    shards = context_shards()
     options = _Options(scoring, interpret)
     if shards > 1 and strategy == "ring" and scoring.window is None:
         passes = Passes(_shard_forward, _shard_backward, (options,))
@@ -246,21 +248,23 @@ class _Options:
             **more,
         )
 
-    def scaled(self, q_BTNH: jax.Array) -> jax.Array:
+    def scaled(self, q_BTNH: Array) -> Array:
         """Queries [B, N, T, H] times the scale, which the kernel does not have."""
         return (q_BTNH * self.scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
 
 
 def _gathered(
     options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> jax.Array:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None,
+) -> Array:
     """Attention of a device's queries to all keys of their examples."""
-    (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
+    T, N = q_BTNH.shape[1:3]
+    shards = context_shards()
+    window = options.scoring.window
     mask = CausalMask((T, T), shards) if window is None else LocalMask((T, T), window, shards)
     span = T if shards == 1 else T // (CHUNKS_PER_SHARD * shards)
     num_heads = N // num_shards("activation_heads")
@@ -269,18 +273,19 @@ def _gathered(
 
     def local(
         kernel: Any,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKW: jax.Array,
-        segment_BT: jax.Array,
-        sink_N: jax.Array | None,
-    ) -> jax.Array:
+        q_BTNH: Array,
+        k_BSKH: Array,
+        v_BSKW: Array,
+        segment_BT: Array,
+        sink_N: Array | None,
+    ) -> Array:
         """The heads, rows and queries of one device."""
         # As they are arranged: putting chunks into their true order would copy keys and values several times.
-        k_BKSH, v_BKSW = (gathered(x.swapaxes(1, 2), "length", 2) for x in (k_BSKH, v_BSKW))
+        k_BKSH = gathered(k_BSKH.swapaxes(1, 2), "length", 2)
+        v_BKSW = gathered(v_BSKW.swapaxes(1, 2), "length", 2)
         segment_BS = gathered(segment_BT, "length", 1)
 
-        def one_row(*row: jax.Array) -> jax.Array:
+        def one_row(*row: Array) -> Array:
             *heads, segment_T, segment_S = row
             segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
@@ -294,16 +299,16 @@ def _gathered(
     return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
-def _head_dim(rows: tuple[jax.Array, ...]) -> int:
+def _head_dim(rows: tuple[Array, ...]) -> int:
     """The width of the wider of keys and values."""
     return max(rows[1].shape[-1], rows[2].shape[-1])
 
 
-def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _attend(options: _Options, mask: Mask, *rows: Array) -> tuple[Array, Array]:
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
 
-    def one_row(*row: jax.Array) -> Any:
+    def one_row(*row: Array) -> Any:
         *heads, segment_T, segment_S = row
         return kernel(*heads, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
 
@@ -311,7 +316,7 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
     return context_BNTW.astype(jnp.float32)[:, :, None], log_partition_BNT[:, :, None, :, None]
 
 
-def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
+def _attend_backward(options: _Options, mask: Mask, *rows: Array) -> tuple[Array, ...]:
     """These queries' and keys' terms of both gradients, float32.
 
     Args:
@@ -322,7 +327,7 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
     """
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
 
-    def one_row(*row: jax.Array) -> Any:
+    def one_row(*row: Array) -> Any:
         q_NTH, k_KSH, v_KSW, segment_T, segment_S, context_NTW, partition_NT, g = row
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
@@ -336,19 +341,20 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
 
 def _shard_forward(
     options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None,
+) -> tuple[Array, Array]:
     """One device's context and log-partitions."""
     T = q_BTNH.shape[1]
-    chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
+    chunk = T // CHUNKS_PER_SHARD
+    q_BNTH = options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     full = FullMask((chunk, chunk))
 
-    def find(pairs: Pairs, theirs: Tree, _: jax.Array) -> tuple[jax.Array, ...]:
+    def find(pairs: Pairs, theirs: Tree, _: Array) -> tuple[Array, ...]:
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         return _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
 
@@ -358,18 +364,21 @@ def _shard_forward(
     return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
 
 
-def _shard_backward(options: _Options, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+def _shard_backward(options: _Options, *arguments: Array) -> tuple[Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
-    T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
-    chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
+    T = q_BTNH.shape[1]
+    dtype = q_BTNH.dtype
+    chunk = T // CHUNKS_PER_SHARD
+    q_BNTH = options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
     full = FullMask((chunk, chunk))
 
-    def find(pairs: Pairs, theirs: Tree, _: jax.Array) -> tuple[jax.Array, ...]:
+    def find(pairs: Pairs, theirs: Tree, _: Array) -> tuple[Array, ...]:
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
-        q, segment_T = pairs.queries(q_BNTH, 2), pairs.queries(segment_BT, 1)
+        q = pairs.queries(q_BNTH, 2)
+        segment_T = pairs.queries(segment_BT, 1)
         return _attend_backward(
             options, full, q, k, v, segment_T, segment_S, *(pairs.queries(x, axis=2) for x in of_queries)
         )
@@ -377,4 +386,4 @@ def _shard_backward(options: _Options, *arguments: jax.Array) -> tuple[jax.Array
     causal = CausalMask((T, T))
     gradients = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
     dq_BTNH, *dkv = map(ungrouped, summed_over_shards("ring", chunk, own, gradients, find))
-    return (dq_BTNH * options.scoring.scale_of(H)).astype(dtype), *(x.astype(dtype) for x in dkv)
+    return (dq_BTNH * options.scoring.scale_of(q_BTNH.shape[3])).astype(dtype), *(x.astype(dtype) for x in dkv)

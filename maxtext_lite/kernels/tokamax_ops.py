@@ -38,7 +38,8 @@ def waiting_for_each_matmul() -> Iterator[None]:
     """
     module = _module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     with _MENDING:
-        original, module.plgpu = module.plgpu, _Waiting(module.plgpu)
+        original = module.plgpu
+        module.plgpu = _Waiting(module.plgpu)
         try:
             yield
         finally:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_lite.config.kernels import Needs, kernel_named, lacking
-from maxtext_lite.config.registry import names, resolve
+from maxtext_lite.config.kernels import kernel_named
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
@@ -28,7 +29,7 @@ _MASKED = -1e30  # finite: a row without any key inside a tile must not give inf
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-Index = int | jax.Array
+Index = int | Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,6 @@ class Scoring:
         The decoder passes chunks to `attention` as documents; only attention over a cache reads this.
       soft_cap: c in c * tanh(score / c), which bounds a score; None: scores are not bounded.
 
-    Raises:
-      ValueError: the window or the cap is not positive.
     Source: windows, Beltagy et al. 2020, arXiv:2004.05150, section 3.1; the cap, Gemma 2, arXiv:2408.00118, section 2.
     """
 
@@ -52,22 +51,16 @@ class Scoring:
     soft_cap: float | None = None
     chunk: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} keys leaves a query without its own. Nearest that works: 1.")
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ValueError(f"soft_cap={self.soft_cap} is not positive. Nearest that works: None.")
-
     def scale_of(self, key_dim: int) -> float:
         """The scale for keys of this width."""
         return key_dim**-0.5 if self.scale is None else self.scale
 
-    def score(self, product: jax.Array, key_dim: int) -> jax.Array:
+    def score(self, product: Array, key_dim: int) -> Array:
         """Scores of any shape from the products of queries and keys of this width, in their dtype."""
         score = product * self.scale_of(key_dim)
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
-    def dproduct(self, dscore: jax.Array, score: jax.Array, key_dim: int) -> jax.Array:
+    def dproduct(self, dscore: Array, score: Array, key_dim: int) -> Array:
         """The gradient of the products, from that of their scores and the scores themselves."""
         dproduct = dscore * self.scale_of(key_dim)
         return dproduct if self.soft_cap is None else dproduct * (1 - jnp.square(score / self.soft_cap))
@@ -77,19 +70,19 @@ PLAIN = Scoring()
 """Llama's: every key that is no later, scored by its product with the query over the square root of their width."""
 
 
-def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
+def part(x: Array, first: Index, count: int, axis: int) -> Array:
     """`count` entries of a dim; `first` may be traced."""
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + count, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
 
 
-def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
+def put(x: Array, new: Array, first: Index) -> Array:
     """`x` with `new` at the positions of dim 3 from `first` on."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
 
 
-def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -> jax.Array:
+def whole_blocks(x: Array, block: int, *, axis: int = 1, value: float = 0) -> Array:
     """`x` padded to a whole number of blocks of tokens."""
     fill = -x.shape[axis] % block
     pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
@@ -99,37 +92,38 @@ def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -
 class Keys(NamedTuple):
     """Keys and values in the layout of the forward pass's matmuls, and their documents."""
 
-    k_BKHS: jax.Array
-    v_BKSW: jax.Array
-    segment_BS: jax.Array
+    k_BKHS: Array
+    v_BKSW: Array
+    segment_BS: Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "Keys":
+    def of(cls, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> "Keys":
         """Keys and values from the projections, transposed."""
         return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKW.transpose(0, 2, 1, 3), segment_BS)
 
     def part(self, first: Index, count: int) -> "Keys":
         """The part with `count` positions from `first` on."""
-        return Keys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 1), strict=True)))
+        return Keys(*_parts(self, (3, 2, 1), first, count))
 
 
 class BackwardKeys(NamedTuple):
     """Keys and values in the layouts of the backward pass's matmuls, and their documents."""
 
-    k_BKHS: jax.Array
-    k_BKSH: jax.Array
-    v_BKWS: jax.Array
-    segment_BS: jax.Array
+    k_BKHS: Array
+    k_BKSH: Array
+    v_BKWS: Array
+    segment_BS: Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
+    def of(cls, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> "BackwardKeys":
         """Keys and values from the projections, transposed."""
-        k_BKHS, k_BKSH = k_BSKH.transpose(0, 2, 3, 1), k_BSKH.transpose(0, 2, 1, 3)
+        k_BKHS = k_BSKH.transpose(0, 2, 3, 1)
+        k_BKSH = k_BSKH.transpose(0, 2, 1, 3)
         return cls(k_BKHS, k_BKSH, v_BSKW.transpose(0, 2, 3, 1), segment_BS)
 
     def part(self, first: Index, count: int) -> "BackwardKeys":
         """The part with `count` positions from `first` on."""
-        return BackwardKeys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 3, 1), strict=True)))
+        return BackwardKeys(*_parts(self, (3, 2, 3, 1), first, count))
 
 
 class BackwardQueries(NamedTuple):
@@ -140,26 +134,27 @@ class BackwardQueries(NamedTuple):
       product_BKGT1: gradient times context.
     """
 
-    q_BKGTH: jax.Array
-    q_BKHGT: jax.Array
-    g_BKGTW: jax.Array
-    g_BKWGT: jax.Array
-    log_partition_BKGT1: jax.Array
-    product_BKGT1: jax.Array
-    segment_BT: jax.Array
+    q_BKGTH: Array
+    q_BKHGT: Array
+    g_BKGTW: Array
+    g_BKWGT: Array
+    log_partition_BKGT1: Array
+    product_BKGT1: Array
+    segment_BT: Array
 
     @classmethod
     def of(
         cls,
-        q_BTNH: jax.Array,
-        g_BTNW: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BKGT1: jax.Array,
-        segment_BT: jax.Array,
+        q_BTNH: Array,
+        g_BTNW: Array,
+        context_BTNW: Array,
+        log_partition_BKGT1: Array,
+        segment_BT: Array,
     ) -> "BackwardQueries":
         """Queries, gradient and context in the forward pass's layout, transposed."""
         K = log_partition_BKGT1.shape[1]
-        q_BTKGH, g_BTKGW = grouped(q_BTNH, K), grouped(g_BTNW, K)
+        q_BTKGH = grouped(q_BTNH, K)
+        g_BTKGW = grouped(g_BTNW, K)
         product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
         return cls(
             q_BTKGH.transpose(0, 2, 3, 1, 4),
@@ -173,29 +168,32 @@ class BackwardQueries(NamedTuple):
 
     def part(self, first: Index, count: int) -> "BackwardQueries":
         """The part with `count` positions from `first` on."""
-        axes = (3, 4, 3, 4, 3, 3, 1)
-        return BackwardQueries(*(part(x, first, count, axis) for x, axis in zip(self, axes, strict=True)))
+        return BackwardQueries(*_parts(self, (3, 4, 3, 4, 3, 3, 1), first, count))
 
 
-def grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+def _parts(arrays: Sequence[Array], axes: Sequence[int], first: Index, count: int) -> list[Array]:
+    return [part(x, first, count, axis) for x, axis in zip(arrays, axes, strict=True)]
+
+
+def grouped(x_BTNH: Array, num_kv_heads: int) -> Array:
     """[B, T, K, G, H]: the query heads of each kv head."""
     B, T, _, H = x_BTNH.shape
     return x_BTNH.reshape(B, T, num_kv_heads, -1, H)
 
 
-def ungrouped(x_BKGTH: jax.Array) -> jax.Array:
+def ungrouped(x_BKGTH: Array) -> Array:
     """[B, T, N, H]."""
     B, K, G, T, H = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
 def may_see(
-    segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    segment_BT: Array,
+    segment_BS: Array,
     first_query: Index | None,
     first_key: Index | None,
     window: int | None = None,
-) -> jax.Array:
+) -> Array:
     """True where a query may see a key: in its document, no later, and in its window, [B, 1, 1, T, S].
 
     Args:
@@ -206,17 +204,15 @@ def may_see(
     same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
     if first_query is None or first_key is None:
         return same_document_BTS[:, None, None]
-    T, S = segment_BT.shape[1], segment_BS.shape[1]
-    query_T1, key_1S = (first_query + jnp.arange(T))[:, None], (first_key + jnp.arange(S))[None, :]
+    query_T1 = (first_query + jnp.arange(segment_BT.shape[1]))[:, None]
+    key_1S = (first_key + jnp.arange(segment_BS.shape[1]))[None, :]
     seen_TS = query_T1 >= key_1S
     if window is not None:
         seen_TS &= query_T1 - key_1S < window
     return (seen_TS & same_document_BTS)[:, None, None]
 
 
-def attend(
-    q_BKGTH: jax.Array, keys: Keys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
-) -> tuple[jax.Array, jax.Array]:
+def attend(q_BKGTH: Array, keys: Keys, seen_B11TS: Array, scoring: Scoring = PLAIN) -> tuple[Array, Array]:
     """Context [B, K, G, T, W] of these keys alone and log-partition [B, K, G, T, 1], float32.
 
     The log-partition of a query that sees none of them is so low that its context has no weight in a `merge`.
@@ -230,15 +226,17 @@ def attend(
     return context_BKGTW, max_BKGT1 + jnp.log(sum_BKGT1)
 
 
-def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
     """Contexts and log-partitions over both of two sets of keys; each query sees a key of the first."""
-    (one_BKGTW, one_BKGT1), (other_BKGTW, other_BKGT1) = one, other
+    one_BKGTW, one_BKGT1 = one
+    other_BKGTW, other_BKGT1 = other
     both_BKGT1 = jnp.logaddexp(one_BKGT1, other_BKGT1)
-    share_BKGT1, other_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1), jnp.exp(other_BKGT1 - both_BKGT1)
-    return share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
+    one_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1)
+    other_share_BKGT1 = jnp.exp(other_BKGT1 - both_BKGT1)
+    return one_share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
 
 
-def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def with_sink(found: tuple[Array, Array], sink_N: Array | None) -> tuple[Array, Array]:
     """Contexts and log-partitions with each head's sink, which has no value, beside all keys.
 
     Source: gpt-oss, arXiv:2508.10925; sinks are from Xiao et al. 2023, arXiv:2309.17453.
@@ -251,9 +249,7 @@ def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> t
     return jnp.exp(log_partition_BKGT1 - both_BKGT1) * context_BKGTW, both_BKGT1
 
 
-def sink_gradient(
-    sink_N: jax.Array | None, log_partition_BKGT1: jax.Array, context_BTNW: jax.Array, g_BTNW: jax.Array
-) -> jax.Array | None:
+def sink_gradient(sink_N: Array | None, log_partition_BKGT1: Array, context_BTNW: Array, g_BTNW: Array) -> Array | None:
     """dsink [N], in the sinks' dtype, from the results of `with_sink` and the gradient of the context."""
     if sink_N is None:
         return None
@@ -264,10 +260,11 @@ def sink_gradient(
 
 
 def attend_backward(
-    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: Array, scoring: Scoring = PLAIN
+) -> tuple[Array, Array, Array]:
     """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
-    dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
+    dtype = queries.q_BKGTH.dtype
+    H = queries.q_BKGTH.shape[-1]
     score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)
     dweight_BKGTS = _dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
@@ -280,16 +277,16 @@ def attend_backward(
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     kernel: str,
     strategy: str,
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """Causal grouped-query attention that never looks across packed documents.
 
     If the mesh in use has a context axis, the T tokens are in the order of `parallel.context_order`.
@@ -300,34 +297,15 @@ def attention(
       segment_BT: document number of each token; padding is a document of its own. A document's tokens are contiguous.
         cudnn_flash does not read it: rows must contain one document each.
       sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
-      kernel: a name of the registry's kind `attention`.
+      kernel: a name of the registry's kind `attention`; the config's rules refuse what it does not support.
       strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
-    Raises:
-      ValueError: N is not a multiple of K, or the kernel is unknown, cannot work on shards of the tokens, or lacks a
-        feature that is needed.
     Source: Ainslie et al. 2023, arXiv:2305.13245, section 2.2.
     """
-    if q_BTNH.shape[2] % k_BSKH.shape[2]:
-        raise ValueError(f"{q_BTNH.shape[2]} query heads are not a multiple of {k_BSKH.shape[2]} kv heads")
-    if kernel not in names("attention"):
-        raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(names('attention'))}")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to skip
-    needs = Needs(
-        head_dim=q_BTNH.shape[-1],
-        window=scoring.window is not None,
-        soft_cap=scoring.soft_cap or 0.0,
-        sinks=sink_N is not None,
-        chunks=scoring.chunk is not None and scoring.chunk < q_BTNH.shape[1],
-        values_differ=v_BSKW.shape[-1] != k_BSKH.shape[-1],
-    )
-    if lacks := lacking(kernel, needs):
-        raise ValueError(f"attention={kernel} does not support {' or '.join(lacks)}. Nearest that works: dot_product.")
-    if context_shards() > 1 and not kernel_named(kernel).context_shards:
-        raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     kernel_attention = resolve(kernel_named(kernel).computes)
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
 
@@ -394,55 +372,55 @@ class Layout:
         """Tokens of a run with its padding."""
         return self.num_tiles * self.tile
 
-    def pad(self, x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    def pad(self, x: Array, axis: int, value: int = 0) -> Array:
         """`x` with padding along dim `axis`, that of a device's tokens."""
         missing = self.padded_run - self.run
         if not missing:
             return x
-        x = x.reshape(*x.shape[:axis], self.num_runs, self.run, *x.shape[axis + 1 :])
-        x = jnp.pad(x, [(0, missing * (dim == axis + 1)) for dim in range(x.ndim)], constant_values=value)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        pads = [(0, 0)] * (x.ndim + 1)
+        pads[axis + 1] = (0, missing)
+        return _joined(jnp.pad(self._runs(x, axis), pads, constant_values=value), axis)
 
-    def unpad(self, x: jax.Array, axis: int) -> jax.Array:
+    def unpad(self, x: Array, axis: int) -> Array:
         """`x` without the padding."""
         if self.padded_run == self.run:
             return x
-        x = x.reshape(*x.shape[:axis], self.num_runs, self.padded_run, *x.shape[axis + 1 :])
-        x = jax.lax.slice_in_dim(x, 0, self.run, axis=axis + 1)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return _joined(jax.lax.slice_in_dim(self._runs(x, axis), 0, self.run, axis=axis + 1), axis)
 
-    @property
-    def whole(self) -> Strip:
-        """The strip that is a whole tile."""
-        return Strip(0, self.tile, 0, self.tile)
+    def _runs(self, x: Array, axis: int) -> Array:
+        """`x` with dim `axis` as two: the runs, and the tokens of each."""
+        return x.reshape(*x.shape[:axis], self.num_runs, -1, *x.shape[axis + 1 :])
 
     def own_tiles(self) -> list[Tiles]:
         """The tiles of a device's queries with its own keys."""
-        found, far = [], []
-        starts = range(0, self.num_runs * self.padded_run, self.padded_run)
+        found: list[Tiles] = []
+        far_queries: list[np.ndarray] = []
+        far_keys: list[np.ndarray] = []
+        run_start_R1 = self.padded_run * np.arange(self.num_runs)[:, None]
         for apart in range(self.num_tiles):
-            distance, runs = apart * self.tile, range(apart, self.num_tiles)
-            query = [start + at * self.tile for start in starts for at in runs]
-            places = np.array([query, np.subtract(query, distance)])
+            distance = apart * self.tile
+            query = (run_start_R1 + self.tile * np.arange(apart, self.num_tiles)).ravel()
             if apart and (self.window is None or distance + self.tile <= self.window):
-                far.append(places)
+                far_queries.append(query)
+                far_keys.append(query - distance)
             elif strips := self._strips(distance):
-                found.append(Tiles(places[0], places[1], distance, strips))
-        if far:
-            query, key = np.concatenate(far, axis=1)
-            found.append(Tiles(query, key, None, [self.whole]))
+                found.append(Tiles(query, query - distance, distance, strips))
+        if far_queries:
+            found.append(
+                Tiles(np.concatenate(far_queries), np.concatenate(far_keys), None, [Strip(0, self.tile, 0, self.tile)])
+            )
         if self.num_runs > 1:
             found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
         return found
 
-    def tiles_with(self, other: jax.Array) -> list[Tiles]:
+    def tiles_with(self, other: Array) -> list[Tiles]:
         """The tiles of a device's queries with another shard's keys, in the two pairs of runs that causality allows."""
         later = (other > own_shard()).astype(jnp.int32)  # both late runs, or both early ones
         return [self._tiles_between(jnp.stack([1, later]), jnp.stack([0, later]), other)]
 
     def _strips(self, distance: int) -> list[Strip]:
         """The strips of a tile whose first query is `distance` tokens after its first key."""
-        strips = []
+        strips: list[Strip] = []
         for first in range(0, self.tile, _STRIP):
             num_queries = min(_STRIP, self.tile - first)
             end = min(self.tile, distance + first + num_queries)
@@ -452,17 +430,18 @@ class Layout:
                 strips.append(Strip(first, num_queries, start, end - start))
         return strips
 
-    def _tiles_between(self, query_run: Any, key_run: Any, other: jax.Array) -> Tiles:
+    def _tiles_between(self, query_run: Any, key_run: Any, other: Array) -> Tiles:
         """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
-        query, key = (self.tile * side.ravel() for side in np.indices((self.num_tiles, self.num_tiles)))
+        query, key = np.indices((self.num_tiles, self.num_tiles)).reshape(2, -1) * self.tile
         distance = None
         if self.window is not None:
             apart = self._start(own_shard(), query_run) - self._start(other, key_run)
             distance = (apart[:, None] + query - key).ravel()
-        query, key = ((self.padded_run * run[:, None] + x).ravel() for run, x in ((query_run, query), (key_run, key)))
-        return Tiles(query, key, distance, [self.whole])
+        query = (self.padded_run * query_run[:, None] + query).ravel()
+        key = (self.padded_run * key_run[:, None] + key).ravel()
+        return Tiles(query, key, distance, [Strip(0, self.tile, 0, self.tile)])
 
-    def _start(self, shard: jax.Array, run: Any) -> jax.Array:
+    def _start(self, shard: Array, run: Any) -> Array:
         """The first token of a shard's run, by its number in the example."""
         return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
 
@@ -472,18 +451,18 @@ class Layout:
         Args:
           find: as in `fold`.
         """
-        some = self.own_tiles()[0]
+        tiles = self.own_tiles()[0]
 
         def visit(query: Any, key: Any) -> Tree:
             strips = [
-                find(strip, query + strip.query, key + strip.key, some.distance + strip.query - strip.key)
-                for strip in some.strips
+                find(strip, query + strip.query, key + strip.key, tiles.distance + strip.query - strip.key)
+                for strip in tiles.strips
             ]
             return jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *strips)
 
-        if len(some.query) == 1:
-            return visit(int(some.query[0]), int(some.key[0]))
-        of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (some.query, some.key))[1]
+        if len(tiles.query) == 1:
+            return visit(int(tiles.query[0]), int(tiles.key[0]))
+        _, of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (tiles.query, tiles.key))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), of_tiles)
 
     def fold(
@@ -501,30 +480,36 @@ class Layout:
           put: (state, a result, strip, place of its first query, of its first key) -> state.
           nothing: () -> the result for a whole tile beyond the window.
         """
-        for some in tiles:
-            state = self._fold_alike(some, state, find, put, nothing)
+        for alike in tiles:
+            state = self._fold_alike(alike, state, find, put, nothing)
         return state
 
-    def _fold_alike(self, some: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
-        window = self.window if isinstance(some.distance, jax.Array) else None  # it may exclude a tile
+    def _fold_alike(self, tiles: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
+        places = [tiles.query, tiles.key]
+        may_be_beyond = isinstance(tiles.distance, Array)  # the window
+        if may_be_beyond:
+            places.append(tiles.distance)
 
-        def visit(state: Tree, query: Any, key: Any, distance: Any) -> Tree:
-            for strip in some.strips:
-                places = strip, query + strip.query, key + strip.key
+        def visit(state: Tree, query: Any, key: Any, distance: Any = tiles.distance) -> Tree:
+            for strip in tiles.strips:
+                where = strip, query + strip.query, key + strip.key
                 apart = None if distance is None else distance + strip.query - strip.key
-                look = functools.partial(find, *places, apart)
-                if window is None or apart is None:
+                look = functools.partial(find, *where, apart)
+                if apart is None or not may_be_beyond:
                     found = look()
                 else:
-                    found = jax.lax.cond(apart - strip.num_keys + 1 < window, look, nothing)
-                state = put(state, found, *places)
+                    found = jax.lax.cond(apart - strip.num_keys + 1 < self.window, look, nothing)
+                state = put(state, found, *where)
             return state
 
-        each = (some.query, some.key) if window is None else (some.query, some.key, some.distance)
-        rest = (some.distance,) if window is None else ()
-        if len(some.query) > 1:
-            return jax.lax.scan(lambda state, at: (visit(state, *at, *rest), None), state, each)[0]
-        return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in each), *rest)
+        if len(tiles.query) > 1:
+            return jax.lax.scan(lambda state, at: (visit(state, *at), None), state, places)[0]
+        return visit(state, *(int(x[0]) if isinstance(x, np.ndarray) else x[0] for x in places))
+
+
+def _joined(x: Array, axis: int) -> Array:
+    """`x` with dims `axis` and `axis` + 1 as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 _HEADS = ("batch", "length", "activation_heads", None)
@@ -533,7 +518,7 @@ _TOKENS = ("batch", "length")
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
-Visit = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
+Visit = Callable[[Tree, Tree, Tree, Array], tuple[Tree, Tree]]
 """(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
 
 Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -543,9 +528,11 @@ Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
 def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
     device has the keys and sums of whole examples."""
-    own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
+    own = own_shard()
+    shards = context_shards()
+    of_all = from_all_shards(keys)
 
-    def body(distance: jax.Array, carry: Tree) -> Tree:
+    def body(distance: Array, carry: Tree) -> Tree:
         state, sums = carry
         other = (own - distance) % shards
         theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
@@ -560,13 +547,14 @@ def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree
 def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
     has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
-    own, shards = own_shard(), context_shards()
+    own = own_shard()
+    shards = context_shards()
 
-    def hop(state: Tree, sums: Tree, theirs: Tree, distance: jax.Array | int) -> tuple[Tree, Tree]:
+    def hop(state: Tree, sums: Tree, theirs: Tree, distance: Array | int) -> tuple[Tree, Tree]:
         state, sums = visit(state, sums, theirs, (own - distance) % shards)
         return state, to_next_shard(sums)
 
-    def body(carry: Tree, distance: jax.Array) -> Tree:
+    def body(carry: Tree, distance: Array) -> Tree:
         state, sums, theirs = carry
         coming = to_next_shard(theirs)
         state, sums = hop(state, sums, theirs, distance)
@@ -593,21 +581,21 @@ class Passes(NamedTuple):
       backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, ...]]
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, ...]]
     options: tuple[Hashable, ...]
 
 
 def tiled_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None = None,
     *,
     strategy: str,
     scoring: Scoring = PLAIN,
-) -> jax.Array:
+) -> Array:
     """`attention` for examples in context order, if the mesh in use splits T over its context axis.
 
     Args:
@@ -620,7 +608,7 @@ def tiled_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes) -> jax.Array:
+def on_devices(arguments: tuple[Array, ...], sink_N: Array | None, passes: Passes) -> Array:
     """Context [B, T, N, W] of examples in context order, by each device's passes.
 
     The backward pass keeps the arguments, the context and the log-partitions, each device its own part of them.
@@ -631,16 +619,14 @@ def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passe
     return _forward(arguments, sink_N, passes)[0]
 
 
-def _forward(
-    arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes
-) -> tuple[jax.Array, tuple[Tree, ...]]:
+def _forward(arguments: tuple[Array, ...], sink_N: Array | None, passes: Passes) -> tuple[Array, tuple[Tree, ...]]:
     local = functools.partial(passes.forward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
     context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
     return context_BTNW, (arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
-def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: jax.Array) -> tuple[Tree, jax.Array | None]:
+def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: Array) -> tuple[Tree, Array | None]:
     arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
     local = functools.partial(passes.backward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
@@ -654,41 +640,38 @@ on_devices.defvjp(_forward, _backward)
 def _shard_forward(
     strategy: Strategy,
     scoring: Scoring,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    sink_N: Array | None,
+) -> tuple[Array, Array]:
     """One device's context and log-partitions."""
-    layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
+    layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    segment_BT = own[2]
     q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
 
-    def finds(keys: Keys) -> Any:
-        """The function that `Layout.fold` calls for tiles of these keys; it gives contexts and log-partitions."""
-
-        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
-            seen_keys = keys.part(key, strip.num_keys)
-            of_queries = part(own[2], query, strip.num_queries, axis=1)
-            seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
-            return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
-
-        return find
+    def attend_to(keys: Keys, strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
+        seen_keys = keys.part(key, strip.num_keys)
+        strip_segment_BT = part(segment_BT, query, strip.num_queries, axis=1)
+        seen_B11TS = may_see(strip_segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+        return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
 
     def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
         context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
         both = merge((context_BKGTW, log_partition_BKGT1), found)
         return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
 
-    def nothing() -> tuple[jax.Array, jax.Array]:
+    def nothing() -> tuple[Array, Array]:
         rows = (*q_BKGTH.shape[:3], layout.tile)
-        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
+        return jnp.zeros((*rows, v_BSKW.shape[-1]), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
 
-    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
-        return layout.fold(layout.tiles_with(other), state, finds(Keys.of(*theirs)), add, nothing), sums
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
+        find = functools.partial(attend_to, Keys.of(*theirs))
+        return layout.fold(layout.tiles_with(other), state, find, add, nothing), sums
 
-    find = finds(Keys.of(*own))
+    find = functools.partial(attend_to, Keys.of(*own))
     state = layout.fold(layout.own_tiles()[1:], layout.of_each_query(find), find, add, nothing)
     if context_shards() > 1:
         state, _ = strategy(visit, state, own, ())
@@ -697,36 +680,45 @@ def _shard_forward(
     return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
 
 
-def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+def _shard_backward(
+    strategy: Strategy,
+    scoring: Scoring,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKW: Array,
+    segment_BT: Array,
+    context_BTNW: Array,
+    log_partition_BKGT1: Array,
+    g_BTNW: Array,
+) -> tuple[Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
-    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
-    layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
+    layout = Layout.of(q_BTNH.shape[1], scoring.window)
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
     q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))
     log_partition_BKGT1 = layout.pad(log_partition_BKGT1, axis=3)
     queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
 
-    def look(state: Tree, keys: BackwardKeys, tiles: Tree) -> Tree:
+    def look(state: Tree, keys: BackwardKeys, tiles: Sequence[Tiles]) -> Tree:
         """`state`, dq and these keys' dk and dv, plus these tiles' terms."""
 
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
-            of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)
-            seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
-            return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
+            strip_queries = queries.part(query, strip.num_queries)
+            seen_keys = keys.part(key, strip.num_keys)
+            seen_B11TS = may_see(strip_queries.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend_backward(strip_queries, seen_keys, seen_B11TS, scoring)
 
         def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
             places = (query, key, key)
-            before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
-            sums = [x + new for x, new in zip(before, found, strict=True)]
+            before = [part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True)]
+            sums = jax.tree.map(jnp.add, tuple(before), found)
             return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
 
         def nothing() -> Tree:
-            shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
-            return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+            return tuple(jnp.zeros((*x.shape[:3], layout.tile, *x.shape[4:]), jnp.float32) for x in state)
 
         return layout.fold(tiles, state, find, add, nothing)
 
-    def visit(dq_BKGTH: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
+    def visit(dq_BKGTH: Array, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
         return dq_BKGTH, tuple(sums)
 
@@ -736,10 +728,11 @@ def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array)
     dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
     if context_shards() > 1:
         dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
-        own_sums = [one + others for one, others in zip(own_sums, sums, strict=True)]
-    results = ungrouped(dq_BKGTH.astype(dtype)), *(x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
-    return tuple(layout.unpad(x, axis=1) for x in results)
+        own_sums = jax.tree.map(jnp.add, own_sums, list(sums))
+    dtype = q_BTNH.dtype
+    dk_BSKH, dv_BSKW = (x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
+    return tuple(layout.unpad(x, axis=1) for x in (ungrouped(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKW))
 
 
-def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:
+def _padded_keys(layout: Layout, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> tuple[Array, ...]:
     return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)

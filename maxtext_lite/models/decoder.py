@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
@@ -43,30 +44,15 @@ def graph_of(layer: Callable[..., Block]) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
 
 
-def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """A layer whose parameters are those of all layers, stacked on a leading dim."""
-
-    graphs: list[Any] = []
-
-    def create(key: jax.Array) -> Any:
-        graph, params = nnx.split(layer(rngs=nnx.Rngs(params=key)))
-        graphs.append(graph)  # the same for every layer: this is traced once
-        return params
-
-    stacked = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
-    stacked = jax.tree.map(
-        lambda param: param.replace(axes=(axis, *param.axes)),
-        stacked,
-        is_leaf=lambda node: isinstance(node, nnx.Param),
-    )
-    return nnx.merge(graphs[0], stacked)
+def _is_param(node: Any) -> bool:
+    return isinstance(node, nnx.Param)
 
 
 Kinds = tuple[str, str | None]
 """The kind of a layer, and the name of its stack if there are several."""
 
 
-def layer_of(stack: Tree, number: jax.Array) -> Tree:
+def layer_of(stack: Tree, number: Array) -> Tree:
     """The parameters of one layer of a stack [L, ...], for a loop over a few tokens.
 
     On CPUs XLA casts bfloat16 to float32 before it slices, and casts before the loop: a float32 copy of the whole stack
@@ -91,31 +77,45 @@ def scan_pattern(
       kinds: the pattern.
       stacks: by name, leaves [L, ...]. The layers after the last whole pattern run outside the scan.
     """
-    period, num_layers = len(kinds), sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
-    rounds, each = num_layers // period, Counter(name for _, name in kinds)
+    period = len(kinds)
+    num_layers = sum(_length(stack) for stack in stacks.values())
+    rounds = num_layers // period
     if len(stacks) > 1 and rounds < 2:  # no pattern repeats
         return _in_runs(layer, [kinds[number % period] for number in range(num_layers)], carry, stacks)
     if period == 1:
-        ((_, name),) = kinds
-        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stacks[name])[0]
+        (stack,) = stacks.values()
+        return jax.lax.scan(lambda carry, entry: (layer(kinds[0], None, carry, entry), None), carry, stack)[0]
 
     def some(carry: Tree, stacks: dict[str | None, Tree], count: int) -> Tree:
         done = Counter[str | None]()
         for kind in kinds[:count]:
-            carry = layer(kind, done[kind[1]], carry, stacks[kind[1]])
-            done[kind[1]] += 1
+            name = kind[1]
+            carry = layer(kind, done[name], carry, stacks[name])
+            done[name] += 1
         return carry
 
-    def in_rounds(name: str | None) -> Tree:
-        whole = rounds * each[name]
-        return jax.tree.map(lambda x: x[:whole].reshape(rounds, each[name], *x.shape[1:]), stacks[name])
-
-    def rest(name: str | None) -> Tree:
-        return jax.tree.map(lambda x: x[rounds * each[name] :], stacks[name])
-
-    whole: dict[str | None, Tree] = {name: in_rounds(name) for name in stacks}
+    each = Counter(name for _, name in kinds)
+    whole: dict[str | None, Tree] = {}
+    rest: dict[str | None, Tree] = {}
+    for name, stack in stacks.items():
+        num_whole = rounds * each[name]
+        whole[name] = _in_rounds(_between(stack, 0, num_whole), rounds, each[name])
+        rest[name] = _between(stack, num_whole, None)
     carry, _ = jax.lax.scan(lambda carry, stacks: (some(carry, stacks, period), None), carry, whole)
-    return some(carry, {name: rest(name) for name in stacks}, num_layers - rounds * period)
+    return some(carry, rest, num_layers - rounds * period)
+
+
+def _between(stack: Tree, first: int, end: int | None) -> Tree:
+    """Some consecutive layers of a stack."""
+    return jax.tree.map(lambda x: x[first:end], stack)
+
+
+def _in_rounds(stack: Tree, rounds: int, each: int) -> Tree:
+    return jax.tree.map(lambda x: x.reshape(rounds, each, *x.shape[1:]), stack)
+
+
+def _length(stack: Tree) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _in_runs(
@@ -126,11 +126,11 @@ def _in_runs(
 ) -> Tree:
     """`scan_pattern` for each run of consecutive layers with the same stack."""
     done = Counter[str | None]()
-    for _, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
+    for name, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
         run = tuple(group)
-        name, first = run[0][1], done[run[0][1]]
+        first = done[name]
         done[name] += len(run)
-        part = jax.tree.map(lambda x: x[first : first + len(run)], stacks[name])  # noqa: B023
+        part = _between(stacks[name], first, done[name])
         period = next(p for p in range(1, len(run) + 1) if run[p:] == run[: len(run) - p])
         carry = scan_pattern(layer, run[:period], carry, {name: part})
     return carry
@@ -147,10 +147,10 @@ class Stream(NamedTuple):
         EXPERT_COUNTS of the last L layers with experts; {} without experts.
     """
 
-    x_BTD: jax.Array
-    segment_BT: jax.Array
-    position_BT: jax.Array
-    aux: dict[str, jax.Array]
+    x_BTD: Array
+    segment_BT: Array
+    position_BT: Array
+    aux: dict[str, Array]
 
 
 def stream_axes(shape: DecoderShape) -> Tree:
@@ -160,12 +160,12 @@ def stream_axes(shape: DecoderShape) -> Tree:
     return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
 
 
-def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, jax.Array]:
+def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, Array]:
     """The `aux` of a stream of rows of this many tokens before the first layer: zeros."""
     experts = shape.experts
     if experts is None:
         return {}
-    sizes = num_rows, num_tokens
+    sizes = (num_rows, num_tokens)
     aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
     if experts.biased:
         aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
@@ -191,9 +191,17 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
     return mixed
 
 
-def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
-    per_tensor_axes = functools.partial(block, shape.of_stack(path))
-    return stacked(path.partition("/")[0], per_tensor_axes, len(shape.stacks[path]), rngs)
+def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> Any:
+    """A layer whose parameters are those of all layers of a stack, on a leading dim."""
+    layer = functools.partial(block, shape.of_stack(path))
+    axis, _, _ = path.partition("/")
+
+    def create(key: Array) -> Any:
+        return nnx.state(layer(rngs=nnx.Rngs(params=key)))
+
+    params = jax.vmap(create)(jax.random.split(rngs.params(), len(shape.stacks[path])))
+    params = jax.tree.map(lambda param: param.replace(axes=(axis, *param.axes)), params, is_leaf=_is_param)
+    return nnx.merge(graph_of(layer), params)
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,6 +211,10 @@ def _abstract(shape: DecoderShape, block: BlockFactory) -> tuple[Any, dict[str, 
         graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
         layers = {path: graph_of(functools.partial(block, shape.of_stack(path))) for path in shape.stacks}
     return graph, layers, state
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
 
 
 class Decoder:
@@ -219,17 +231,13 @@ class Decoder:
     """
 
     def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = DecoderLayer):
-        self.shape, self.pipeline, self.block = shape, pipeline, block
+        self.shape = shape
+        self.pipeline = pipeline
+        self.block = block
         self._graph, self._layer_graphs, state = _abstract(shape, block)
-        axes = nnx.to_pure_dict(
-            jax.tree.map(
-                lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
-            )
-        )
+        axes = nnx.to_pure_dict(jax.tree.map(lambda param: param.replace(param.axes), state, is_leaf=_is_param))
         if pipeline:
-            axes["layers"] = jax.tree.map(
-                pipeline.axes_in_stages, axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
-            )
+            axes["layers"] = jax.tree.map(pipeline.axes_in_stages, axes["layers"], is_leaf=_is_axes)
         self._plain_axes = axes
         self.axes = axes if shape.lora is None else joined(shape.lora, adapter_axes(shape.lora, axes), axes)
         self.abstract_params: Params = jax.eval_shape(
@@ -238,15 +246,13 @@ class Decoder:
             jax.eval_shape(lambda: jax.random.key(0)),  # without eval_shape it would be compiled and run
         )
 
-    def init(self, key: jax.Array) -> Params:
+    def init(self, key: Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
-            params = self._in_stages(
-                nnx.to_pure_dict(nnx.state(_Modules(self.shape, self.block, rngs=nnx.Rngs(params=key))))
-            )
-        return self.with_adapters(params, key)
+            params = nnx.to_pure_dict(nnx.state(_Modules(self.shape, self.block, rngs=nnx.Rngs(params=key))))
+        return self.with_adapters(self._in_stages(params), key)
 
-    def with_adapters(self, params: Params, key: jax.Array) -> Params:
+    def with_adapters(self, params: Params, key: Array) -> Params:
         """These parameters, as the pipeline stores them, with new adapters; unchanged without LoRA."""
         lora = self.shape.lora
         if lora is None:
@@ -278,12 +284,12 @@ class Decoder:
         in `dtype`. The look-up's gradient is a sum over tokens and keeps its width.
         """
 
-        def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+        def cast_leaf(axes: tuple[str, ...], x: Array) -> Array:
             return x.astype(self.shape.dtype) if is_matrix(axes) and "router" not in axes else x
 
-        return jax.tree.map(cast_leaf, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(cast_leaf, self.axes, params, is_leaf=_is_axes)
 
-    def hidden(self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
+    def hidden(self, params: Params, token_BT: Array, segment_BT: Array, position_BT: Array) -> Array:
         """Final hidden states [B, T, D], normed, in `dtype`.
 
         Args:
@@ -293,21 +299,19 @@ class Decoder:
         return self.hidden_and_aux(params, token_BT, segment_BT, position_BT)[0]
 
     def hidden_and_aux(
-        self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, params: Params, token_BT: Array, segment_BT: Array, position_BT: Array
+    ) -> tuple[Array, dict[str, Array]]:
         """`hidden`, and the stream's `aux` after all layers."""
         aux = empty_aux(self.shape, *token_BT.shape)
         stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, aux)
         stream = self.dense_layers(params, stream)
-        run = (
-            self.layers
-            if self.pipeline is None
-            else functools.partial(self.pipeline.run, self.layers, axes=stream_axes(self.shape))
-        )
-        stream = run(params["layers"], stream)
+        if self.pipeline is None:
+            stream = self.layers(params["layers"], stream)
+        else:
+            stream = self.pipeline.run(self.layers, params["layers"], stream, axes=stream_axes(self.shape))
         return self.final_norm(params, stream.x_BTD), stream.aux
 
-    def embed(self, params: Params, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
+    def embed(self, params: Params, token_BT: Array, position_BT: Array) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         return nnx.merge(self._graph, params).embedding(token_BT, position_BT, self.shape.dtype)
 
@@ -322,7 +326,6 @@ class Decoder:
 
     def layers(self, layer_params: Params, stream: Stream) -> Stream:
         """The stream after a stack of layers: all of `params["layers"]`, or some consecutive ones."""
-
         return self._scan(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
     def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
@@ -332,34 +335,39 @@ class Decoder:
             if mixer_of(kind) == kind:
                 zeros = {name: x[0] for name, x in self._states(kind, 1, stream.segment_BT.shape[0]).items()}
                 return Memory(stream.segment_BT, stream.position_BT, zeros, kind)
-            segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
+            segment_BT = stream.segment_BT
+            scoring = self.shape.scoring(kind)
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
-            options: Any = {"kernel": self.shape.attention, "strategy": self.shape.context_strategy, "scoring": scoring}
-            return lambda q, k, v, sink: (attention(q, k, v, segment_BT, sink, **options), None)
+
+            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Any, sink_N: Array | None) -> Any:
+                kernel = self.shape.attention
+                strategy = self.shape.context_strategy
+                return attention(
+                    q_BTNH, k_BTKH, v_BTKH, segment_BT, sink_N, kernel=kernel, strategy=strategy, scoring=scoring
+                ), None
+
+            return attend
 
         return of_layer
 
-    def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+    def final_norm(self, params: Params, x_BTD: Array) -> Array:
         """The output projection's input: the last layer's hidden states [B, T, D], normed."""
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
     def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
         """An empty cache of all layers, in `dtype`, for sequences of at most this many tokens."""
         shape = self.shape
-        heads, key_dim, value_dim = shape.num_kv_heads, shape.head_dim, shape.head_dim
+        num_heads = shape.num_kv_heads
+        key_dim = shape.head_dim
+        value_dim = shape.head_dim
         if shape.latent is not None:
-            heads, key_dim, value_dim = 1, shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim, None
+            num_heads = 1
+            key_dim = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+            value_dim = None
         layers_of = shape.layers_of
-        cache = KVCache.empty(
-            num_layers=len(layers_of.get("attention", ())),
-            num_sequences=num_sequences,
-            num_positions=num_positions,
-            num_kv_heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            dtype=shape.dtype,
-        )
+        sizes = (len(layers_of.get("attention", ())), num_sequences, num_heads, num_positions)
+        cache = KVCache.empty(sizes, key_dim, value_dim, shape.dtype)
         states = {kind: self._states(kind, len(layers_of[kind]), num_sequences) for kind in self._kinds_with_state}
         return cache._replace(states=states)
 
@@ -382,14 +390,15 @@ class Decoder:
         assert layer is not None
         return layer.state(self.shape)
 
-    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, jax.Array]:
+    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, Array]:
         """The states of layers of a kind before the first token, [L, B, ...]."""
-        table, sizes = self._state_table(kind), (num_layers, num_sequences)
+        table = self._state_table(kind)
+        sizes = (num_layers, num_sequences)
         return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
 
     def decode(
-        self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache, count_B: jax.Array | None = None
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: Params, token_BT: Array, start_B: Array, cache: KVCache, count_B: Array | None = None
+    ) -> tuple[Array, KVCache]:
         """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
 
         A rotation that follows the length uses the length so far; keys in the cache keep theirs.
@@ -398,12 +407,13 @@ class Decoder:
           count_B: how many of the T are tokens; None: all. Padding follows them: later tokens overwrite its keys, and
             no earlier token attends to them.
         """
+        assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
         place_1T = jnp.arange(token_BT.shape[1])[None, :]
         position_BT = start_B[:, None] + place_1T
-
+        segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
         layers_of = self.shape.layers_of
 
-        def of_layer(kind: str, number: jax.Array, cache: KVCache) -> Attend | Memory:
+        def of_layer(kind: str, number: Array, cache: KVCache) -> Attend | Memory:
             mixer = mixer_of(kind)
             layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
             if mixer != "attention":
@@ -413,9 +423,7 @@ class Decoder:
             scoring = dataclasses.replace(scoring, scale=scoring.scale_of(self.shape.head_dim))
             return CachedAttend(position_BT, cache, layer, scoring)
 
-        assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
         first = self.shape.num_dense_layers
-        segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
         stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
         if first:
             stream, cache = self._scan(params["dense_layers"], stream, of_layer, first=0, cache=cache)
@@ -423,7 +431,7 @@ class Decoder:
         stream, cache = self._scan(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
         return self.final_norm(params, stream.x_BTD), cache
 
-    def head(self, params: Params) -> jax.Array:
+    def head(self, params: Params) -> Array:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
@@ -432,7 +440,7 @@ class Decoder:
         head_DV = self.head(params).astype(dtype)
         return OutputHead(head_DV, params["head"]["bias"] if self.shape.logits_bias else None)
 
-    def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+    def logits(self, params: Params, x_BTD: Array) -> Array:
         """Logits [B, T, V] in float32 of hidden states."""
         logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
@@ -456,30 +464,21 @@ class Decoder:
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
-        whole = "dense_layers" if first < shape.num_dense_layers else "layers"
-        mixed = whole not in shape.stacks
-        # Only a cache needs a layer's number, and scores that are divided by it.
-        counted = cache is not None or shape.inverse_layer_scaling
+        path = "dense_layers" if first < shape.num_dense_layers else "layers"
+        stacks: Tree = {None: layer_params} if path in shape.stacks else layer_params
 
-        of_kinds: Tree = layer_params if mixed else {None: layer_params}
-
-        def entries(name: str | None, params: Params) -> Tree:
-            """For each layer of a stack its parameters, or with a cache its place in the stack, and its number."""
-            count = jax.tree.leaves(params)[0].shape[0]
-            number = jnp.asarray(shape.stacks[f"layers/{name}"]) if name else first + jnp.arange(count)
-            return ({}, jnp.arange(count), number) if cache is not None else (params, None, number if counted else None)
-
-        def layer(kinds: Kinds, place: int | None, carry: Tree, stack: Tree) -> Tree:
+        def layer(kinds: Kinds, place: int | None, carry: Tree, entry: Tree) -> Tree:
             kind, name = kinds
-            graph = self._layer_graphs[f"layers/{name}" if name else whole]
             # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.
-            params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
+            params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], entry)
             x_BTD, aux, cache = carry
             if cache is not None:
-                params = layer_of(of_kinds[name], in_stack)
+                params = layer_of(stacks[name], in_stack)
             attend = attend_of(kind, number, cache)
-            if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
+            factor_BT = query_factor(shape, kind, stream.position_BT, number)
+            if factor_BT is not None:
                 attend = scaled_queries(cast(Attend, attend), factor_BT)
+            graph = self._layer_graphs[f"layers/{name}" if name else path]
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, with_layer(aux, more), cache
@@ -492,9 +491,16 @@ class Decoder:
                 offload_dst="pinned_host",
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
+        entries: dict[str | None, Tree] = {}
+        for name, params in stacks.items():
+            place_L = jnp.arange(_length(params))
+            number_L = jnp.asarray(shape.stacks[f"layers/{name}"]) if name else first + place_L
+            if cache is not None:
+                entries[name] = ({}, place_L, number_L)
+            else:  # only scores that are divided by it need a layer's number
+                entries[name] = (params, None, number_L if shape.inverse_layer_scaling else None)
         carry = (stream.x_BTD, stream.aux, cache)
-        stacks: dict[str | None, Any] = {name: entries(name, params) for name, params in of_kinds.items()}
-        x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
+        x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, entries)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: str) -> Rotation | None:
@@ -502,7 +508,7 @@ class Decoder:
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
 
 
-def _chunks(stream: Stream, chunk: int) -> jax.Array:
+def _chunks(stream: Stream, chunk: int) -> Array:
     """Document numbers [B, T] that make each chunk of this many tokens a document of its own; 0: padding."""
     chunks_of_row = -(-stream.segment_BT.shape[1] // chunk)
     segment_BT = stream.segment_BT * chunks_of_row + stream.position_BT // chunk

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.models.attention import PLAIN, Scoring
@@ -24,32 +25,26 @@ class KVCache(NamedTuple):
       states: [L, B, ...] of layers without attention, by kind and name; L counts the layers of a kind, as above.
     """
 
-    key: jax.Array
-    value: jax.Array | None
-    states: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
+    key: Array
+    value: Array | None
+    states: dict[str, dict[str, Array]] = {}  # noqa: RUF012
 
     @staticmethod
-    def empty(
-        *,
-        num_layers: int,
-        num_sequences: int,
-        num_positions: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int | None,
-        dtype: DTypeLike,
-    ) -> "KVCache":
-        """A cache for `num_sequences` sequences of at most `num_positions` tokens."""
+    def empty(sizes: tuple[int, ...], key_dim: int, value_dim: int | None, dtype: DTypeLike) -> "KVCache":
+        """A cache of zeros.
+
+        Args:
+          sizes: the layers, the sequences, the kv heads and the most tokens of a sequence.
+        """
         if jnp.dtype(dtype).itemsize == 2 and jax.default_backend() == "cpu":
             dtype = jnp.uint16
-        sizes = (num_layers, num_sequences, num_kv_heads, num_positions)
         value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
         return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
 
     def grown(self, num_positions: int) -> "KVCache":
         """The cache with room for sequences of at most this many tokens, more than before."""
 
-        def grown(x_LBKSH: jax.Array) -> jax.Array:
+        def grown(x_LBKSH: Array) -> Array:
             more = num_positions - x_LBKSH.shape[3]
             return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
 
@@ -69,14 +64,14 @@ class Memory:
       kind, layer: the layer's place in the cache.
     """
 
-    segment_BT: jax.Array
-    position_BT: jax.Array
-    state: dict[str, jax.Array]
+    segment_BT: Array
+    position_BT: Array
+    state: dict[str, Array]
     kind: str
     cache: KVCache | None = None
-    layer: jax.Array | None = None
+    layer: Array | None = None
 
-    def kept(self, state: dict[str, jax.Array]) -> KVCache | None:
+    def kept(self, state: dict[str, Array]) -> KVCache | None:
         """The cache with the state after these tokens."""
         if self.cache is None:
             return None
@@ -97,14 +92,14 @@ class CachedAttend:
       scoring: how queries score keys, and how many they see; with a scale, because keys may be wider in the cache.
     """
 
-    position_BT: jax.Array
+    position_BT: Array
     cache: KVCache
-    layer: jax.Array
+    layer: Array
     scoring: Scoring = PLAIN
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array | None, sink_N: jax.Array | None
-    ) -> tuple[jax.Array, KVCache]:
+        self, q_BTNH: Array, k_BTKH: Array, v_BTKW: Array | None, sink_N: Array | None
+    ) -> tuple[Array, KVCache]:
         """Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
 
         Args:
@@ -113,31 +108,35 @@ class CachedAttend:
         """
         B, T, N, _ = q_BTNH.shape
         key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
-        value_LBKSW, value_BKSW = None, key_BKSH
+        value_LBKSW = None
+        value_BKSW = key_BKSH
         if self.cache.value is not None:
             assert v_BTKW is not None
             value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
-        found = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
+        attend = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
         # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
-        turns, rest = divmod(T, _QUERIES)
-        whole = T - rest
-        parts = [found(q_BTNH[:, whole:], self.position_BT[:, whole:])] if rest else []
-        if turns:
-            arrays = (x[:, :whole].reshape(B, turns, -1, *x.shape[2:]) for x in (q_BTNH, self.position_BT))
-            of_turns = jax.lax.map(lambda turn: found(*turn), tuple(jnp.moveaxis(x, 1, 0) for x in arrays))
-            parts.insert(0, jnp.moveaxis(of_turns, 0, 1).reshape(B, whole, N, -1))
-        context_BTNW = jnp.concatenate(parts, axis=1)
-        return context_BTNW, self.cache._replace(key=key_LBKSH, value=value_LBKSW)
+        num_blocks = T // _QUERIES
+        whole = num_blocks * _QUERIES
+        contexts: list[Array] = []
+        if num_blocks:
+            q_blocks = q_BTNH[:, :whole].reshape(B, num_blocks, -1, *q_BTNH.shape[2:])
+            position_blocks = self.position_BT[:, :whole].reshape(B, num_blocks, -1)
+            blocks = (jnp.moveaxis(q_blocks, 1, 0), jnp.moveaxis(position_blocks, 1, 0))
+            context = jax.lax.map(lambda block: attend(*block), blocks)
+            contexts.append(jnp.moveaxis(context, 0, 1).reshape(B, whole, N, -1))
+        if whole < T:
+            contexts.append(attend(q_BTNH[:, whole:], self.position_BT[:, whole:]))
+        return jnp.concatenate(contexts, axis=1), self.cache._replace(key=key_LBKSH, value=value_LBKSW)
 
     def _attend(
         self,
-        q_BTNH: jax.Array,
-        position_BT: jax.Array,
+        q_BTNH: Array,
+        position_BT: Array,
         *,
-        key_BKSH: jax.Array,
-        value_BKSW: jax.Array,
-        sink_N: jax.Array | None,
-    ) -> jax.Array:
+        key_BKSH: Array,
+        value_BKSW: Array,
+        sink_N: Array | None,
+    ) -> Array:
         """Context [B, T, N, W] of some of the new tokens."""
         B, T, N, H = q_BTNH.shape
         q_BKTGH = q_BTNH.reshape(B, T, key_BKSH.shape[1], -1, H).swapaxes(1, 2)
@@ -147,7 +146,8 @@ class CachedAttend:
         )
         product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
         score_BKGTS = self.scoring.score(product_BKGTS, H)
-        key_11S, query_BT1 = jnp.arange(key_BKSH.shape[2])[None, None, :], position_BT[:, :, None]
+        key_11S = jnp.arange(key_BKSH.shape[2])[None, None, :]
+        query_BT1 = position_BT[:, :, None]
         seen_BTS = key_11S <= query_BT1
         if self.scoring.window is not None:
             seen_BTS &= query_BT1 - key_11S < self.scoring.window
@@ -162,9 +162,10 @@ class CachedAttend:
         context_BKGTW = jax.lax.dot_general(weight_BKGTS, value_BKSW, (((4,), (2,)), ((0, 1), (0, 1))))
         return jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
-    def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _written(self, all_LBKSH: Array, new_BTKH: Array) -> tuple[Array, Array]:
         """All layers' entries with the new tokens, and this layer's."""
-        row_B1, as_bits = jnp.arange(new_BTKH.shape[0])[:, None], all_LBKSH.dtype == jnp.uint16
+        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
+        as_bits = all_LBKSH.dtype == jnp.uint16
         dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
         stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
         all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
@@ -191,9 +192,7 @@ class Sampling:
         return self.temperature or 1.0
 
 
-def sample_token(
-    logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, scored_at: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
+def sample_token(logits_BV: Array, key_B: Array, sampling: Sampling, scored_at: float = 1.0) -> tuple[Array, Array]:
     """The next token of each sequence, and its log-probability.
 
     Args:
@@ -219,7 +218,8 @@ def sample_token(
             kept_BV = before_BV < sampling.top_p
             least_B1 = jnp.min(jnp.where(kept_BV, ordered_BV, jnp.inf), axis=-1, keepdims=True)
             # Of equally likely tokens the first ones are kept.
-            above_BV, equal_BV = scaled_BV > least_B1, scaled_BV == least_B1
+            above_BV = scaled_BV > least_B1
+            equal_BV = scaled_BV == least_B1
             left_B1 = (kept_BV.sum(axis=-1) - above_BV.sum(axis=-1))[:, None]
             scaled_BV = jnp.where(above_BV | (equal_BV & (equal_BV.cumsum(axis=-1) <= left_B1)), scaled_BV, -jnp.inf)
         token_B = jax.vmap(jax.random.categorical)(key_B, scaled_BV)

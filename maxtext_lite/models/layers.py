@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -51,7 +52,7 @@ all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""
 
-Attend = Callable[[jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
+Attend = Callable[[Array, Array, Any, Array | None], tuple[Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
 
 
@@ -74,7 +75,7 @@ def _parameter(weight: Weight, shape: DecoderShape, rngs: nnx.Rngs | None) -> nn
     return nnx.Param(values, axes=weight.axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
 
 
-def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def _plus(y: Array, bias: nnx.Param | None) -> Array:
     return y if bias is None else (y.astype(jnp.float32) + bias[...].astype(jnp.float32)).astype(y.dtype)
 
 
@@ -90,38 +91,42 @@ class Norm(nnx.Module):
     bias: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, table: WeightTable, num_dims: int = 1):
-        self.kind, self.epsilon, self.num_dims = shape.norm, shape.norm_epsilon, num_dims
+        self.kind = shape.norm
+        self.epsilon = shape.norm_epsilon
+        self.num_dims = num_dims
         declare(self, table, shape)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """The normed vectors, in the shape and dtype of x."""
-        together: Any = x.reshape(*x.shape[: x.ndim - self.num_dims], math.prod(x.shape[x.ndim - self.num_dims :]))
-        scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
-        width = together.shape[-1]
-        apart = scale is not None and scale.size > width  # each head has its own, which rms_norm does not take
-        if scale is None:
-            scale = jnp.ones(width, jnp.float32)
-        elif self.kind.endswith("_plus_one"):
+        scale = None if self.scale is None else self.scale[...]
+        if scale is not None and self.kind.endswith("_plus_one"):
             scale = scale.astype(jnp.float32) + 1
-        within = jnp.ones(width, jnp.float32) if apart else scale.reshape(-1)
-        together = together.astype(jnp.float32) if apart else together  # rounded once, after the scale
-        if self.kind.startswith("layer_norm"):
-            plain = jnp.zeros(width, jnp.float32) if bias is None else bias.reshape(-1)
-            y: Any = layer_norm(together, within, plain, self.epsilon)
-        else:
-            y = rms_norm(together, within, self.epsilon)
-        y = (y * scale.astype(jnp.float32)).astype(x.dtype) if apart else y
+        flat: Any = x.reshape(*x.shape[: x.ndim - self.num_dims], -1)
+        width = flat.shape[-1]
+        if scale is None:
+            y = self._norm(flat, jnp.ones(width, jnp.float32))
+        elif scale.size == width:
+            y = self._norm(flat, scale.reshape(-1))
+        else:  # each head has its own, which is applied before the result is rounded
+            y = self._norm(flat.astype(jnp.float32), jnp.ones(width, jnp.float32))
+            y = (y * scale.astype(jnp.float32)).astype(x.dtype)
         return y.reshape(x.shape)
 
+    def _norm(self, x: Array, scale: Array) -> Any:
+        if not self.kind.startswith("layer_norm"):
+            return rms_norm(x, scale, self.epsilon)
+        bias = jnp.zeros(x.shape[-1], jnp.float32) if self.bias is None else self.bias[...].reshape(-1)
+        return layer_norm(x, scale, bias, self.epsilon)
 
-def projections(x_BTD: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
+
+def projections(x_BTD: Array, *weights: nnx.Param) -> list[Array]:
     """`project` of the residual stream by several weights: its tokens are gathered over `tensor` once for all of them.
 
     Left to it, XLA gathers the tokens for each weight by itself on GPUs. Kept for the backward pass are the tokens of a
     device's own shard, which are gathered once more there.
     """
 
-    def of_all_tokens(x_BTD: jax.Array) -> list[jax.Array]:
+    def of_all_tokens(x_BTD: Array) -> list[Array]:
         x_BTD = all_gather_for_compute(x_BTD, ("batch", "length", "activation_embed"), RESIDUAL_AXES)
         return [project(x_BTD, weight) for weight in weights]
 
@@ -154,65 +159,74 @@ class Attention(nnx.Module):
         num_dims = 2 if shape.qk_norm == "all_heads" else 1
         self.query_norm = norm_in(table, "query_norm", shape, num_dims)
         self.key_norm = norm_in(table, "key_norm", shape, num_dims)
-        self.clip, self.norms_after = shape.clip_qkv, shape.qk_norm == "head_after_rope"
-        self.unweighted_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
+        self.clip = shape.clip_qkv
+        self.norms_after_rotation = shape.qk_norm == "head_after_rope"
+        self.l2_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
-
-        def heads(projected_BTNH: jax.Array, bias: nnx.Param | None, name: str) -> jax.Array:
-            return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
-
         query, key, value = projections(x_BTD, self.query, self.key, self.value)
-
-        def clipped(y_BTNH: jax.Array) -> jax.Array:
-            return jnp.clip(y_BTNH, -self.clip, self.clip) if self.clip else y_BTNH
-
-        def turned(y_BTNH: jax.Array, norm: Norm | None) -> jax.Array:
-            y_BTNH = clipped(y_BTNH if norm is None or self.norms_after else norm(y_BTNH))
-            if rotation is not None:
-                y_BTNH = rotate(y_BTNH, rotation)
-                if self.unweighted_epsilon is not None:
-                    y_BTNH = rms_norm(y_BTNH, jnp.ones(y_BTNH.shape[-1]), self.unweighted_epsilon)
-            return norm(y_BTNH) if norm is not None and self.norms_after else y_BTNH
-
-        q_BTNH = turned(heads(query, self.query_bias, "query_proj"), self.query_norm)
-        k_BTKH = turned(heads(key, self.key_bias, "key_proj"), self.key_norm)
-        v_BTKH = clipped(heads(value, self.value_bias, "value_proj"))
+        q_BTNH: Any = _heads(query, self.query_bias, "query_proj")
+        k_BTKH: Any = _heads(key, self.key_bias, "key_proj")
+        v_BTKH = _heads(value, self.value_bias, "value_proj")
+        if not self.norms_after_rotation:
+            q_BTNH = _normed(self.query_norm, q_BTNH)
+            k_BTKH = _normed(self.key_norm, k_BTKH)
+        if self.clip:
+            q_BTNH = jnp.clip(q_BTNH, -self.clip, self.clip)
+            k_BTKH = jnp.clip(k_BTKH, -self.clip, self.clip)
+            v_BTKH = jnp.clip(v_BTKH, -self.clip, self.clip)
+        if rotation is not None:
+            q_BTNH = rotate(q_BTNH, rotation)
+            k_BTKH = rotate(k_BTKH, rotation)
+            if self.l2_epsilon is not None:
+                ones_H = jnp.ones(q_BTNH.shape[-1])
+                q_BTNH = rms_norm(q_BTNH, ones_H, self.l2_epsilon)
+                k_BTKH = rms_norm(k_BTKH, ones_H, self.l2_epsilon)
+        if self.norms_after_rotation:
+            q_BTNH = _normed(self.query_norm, q_BTNH)
+            k_BTKH = _normed(self.key_norm, k_BTKH)
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
         return attention_output(context_BTNH, self.out, self.out_bias), kept
 
 
-def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+def _heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
+    return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
+
+
+def attention_output(context_BTNH: Array, out: nnx.Param, bias: nnx.Param | None = None) -> Array:
     """Attention's output, [B, T, D]."""
     context_BTNH = constrain(context_BTNH, HEADS_AXES)  # its gradient too, which could be split by tokens instead
     y_BTD = constrain(project(context_BTNH, out), RESIDUAL_AXES)
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
 
-def query_factor(shape: DecoderShape, kind: str, position_BT: jax.Array, number: jax.Array | None) -> jax.Array | None:
+def query_factor(shape: DecoderShape, kind: str, position_BT: Array, number: Array | None) -> Array | None:
     """The factor of a layer's queries, [B, T], float32; None: there is none.
 
     Args:
       number: the layer's, from 0.
     """
-    factor_BT = None
     if kind not in ATTENTION_KINDS:
         return None
-    if (tuning := shape.position_temperature) is not None and tuning.of(kind):
+    factor_BT = None
+    tuning = shape.position_temperature
+    if tuning is not None and tuning.of(kind):
         steps_BT = jnp.floor((position_BT.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
         factor_BT = 1 + tuning.scale * jnp.log1p(steps_BT)
     if shape.inverse_layer_scaling:
         assert number is not None
-        factor_BT = (jnp.ones(position_BT.shape, jnp.float32) if factor_BT is None else factor_BT) / (number + 1)
+        if factor_BT is None:
+            factor_BT = jnp.ones(position_BT.shape, jnp.float32)
+        factor_BT /= number + 1
     return factor_BT
 
 
-def scaled_queries(attend: Attend, factor_BT: jax.Array) -> Attend:
+def scaled_queries(attend: Attend, factor_BT: Array) -> Attend:
     """`attend` with each query multiplied by its factor."""
 
-    def attend_scaled(q_BTNH: jax.Array, k: jax.Array, v: Any, sink: jax.Array | None) -> tuple[jax.Array, Any]:
+    def attend_scaled(q_BTNH: Array, k: Array, v: Any, sink: Array | None) -> tuple[Array, Any]:
         q_BTNH = (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
         return attend(q_BTNH, k, v, sink)
 
@@ -235,10 +249,11 @@ class Mlp(nnx.Module):
         self.activation: Activation = shape.activation
         declare(self, mlp_weights(shape, width), shape, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: Array) -> Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        up, *gate = projections(x_BTD, self.up, *([] if self.gate is None else [self.gate]))
-        up_BTF = checkpoint_name(_plus(up, self.up_bias), "mlpwi_1")
+        weights = [self.up] if self.gate is None else [self.up, self.gate]
+        up_BTF, *gate = projections(x_BTD, *weights)
+        up_BTF = checkpoint_name(_plus(up_BTF, self.up_bias), "mlpwi_1")
         if self.alpha_p is not None and self.alpha_n is not None:
             hidden_BTF: Any = xielu(up_BTF, self.alpha_p[...], self.alpha_n[...])
         elif not gate:
@@ -262,7 +277,7 @@ class Embedding(nnx.Module):
         self.multiplier = shape.embedding_multiplier
         declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
 
-    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def __call__(self, token_BT: Array, position_BT: Array, dtype: DTypeLike) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
         if self.factor != 1:  # in `dtype`, as Gemma was trained
@@ -276,7 +291,7 @@ class Embedding(nnx.Module):
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
-    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def _rows(self, table: nnx.Param, index_BT: Array, dtype: DTypeLike) -> Array:
         """Entries of a table [.., D], in `dtype`.
 
         Each device looks up all tokens of its replica in its part of `embed`. Tokens then cross the mesh, not the table
@@ -293,11 +308,11 @@ class Embedding(nnx.Module):
 class OutputHead(NamedTuple):
     """The map from final hidden states to logits [B, T, V]: a projection, and a bias or None."""
 
-    projection_DV: jax.Array
-    bias_V: jax.Array | None = None
+    projection_DV: Array
+    bias_V: Array | None = None
 
 
-def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+def projected(x_BTD: Array, head: OutputHead) -> Array:
     """The head's logits [B, T, V], float32."""
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head.projection_DV, preferred_element_type=jnp.float32)
     return logits_BTV if head.bias_V is None else logits_BTV + head.bias_V.astype(jnp.float32)
@@ -328,47 +343,47 @@ class LatentAttention(nnx.Module):
     out: nnx.Param
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        widths, table = shape.latent, attention_weights(shape)
+        widths = shape.latent
+        table = attention_weights(shape)
         assert widths is not None
-        self.rank, self.plain, self.rotated = widths.kv_lora_rank, widths.qk_nope_head_dim, widths.qk_rope_head_dim
+        self.rank = widths.kv_lora_rank
+        self.plain_dim = widths.qk_nope_head_dim
         declare(self, table, shape, rngs)
         shape = dataclasses.replace(shape, norm="rms_norm", norm_epsilon=_EPSILON)
         self.query_down_norm = norm_in(table, "query_down_norm", shape)
         self.kv_down_norm = Norm(shape, part_of(table, "kv_down_norm"))
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
-
-        def named(projected_BTNH: jax.Array, name: str) -> jax.Array:
-            return checkpoint_name(constrain(projected_BTNH, HEADS_AXES), name)
-
-        if self.query_down is None or self.query_down_norm is None or self.query_up is None:
-            assert self.query is not None
+        if self.query is not None:
             q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
         else:
+            assert self.query_down is not None
+            assert self.query_up is not None
             query_BTD, down_BTD = projections(x_BTD, self.query_down, self.kv_down)
-            q_BTNH = project(self.query_down_norm(query_BTD), self.query_up)
-        q_BTNH = named(q_BTNH, "query_proj")
+            q_BTNH = project(_normed(self.query_down_norm, query_BTD), self.query_up)
+        q_BTNH = _heads(q_BTNH, None, "query_proj")
         latent_BTD, shared_BTD = jnp.split(down_BTD, (self.rank,), axis=-1)
         latent_BTD = self.kv_down_norm(latent_BTD)
-        plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
-        turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
+        plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, (self.plain_dim,), axis=-1)
+        rotated_BTNH = rotate(rotated_BTNH, rotation)
+        shared_BT1H = rotate(shared_BTD[:, :, None], rotation)
         if isinstance(attend, CachedAttend):
             # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
-            asked_BTNH = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
-            q_BTNH = constrain(jnp.concatenate([asked_BTNH, turned_BTNH], axis=-1), HEADS_AXES)
+            query_BTND = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
+            q_BTNH = constrain(jnp.concatenate([query_BTND, rotated_BTNH], axis=-1), HEADS_AXES)
             k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)
             found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
             value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
             context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
             return attention_output(context_BTNH, self.out), kept
-        own_BTNH = named(project(latent_BTD, self.key_up), "key_proj")
-        v_BTNH = named(project(latent_BTD, self.value_up), "value_proj")
-        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*own_BTNH.shape[:3], self.rotated))
-        k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
-        q_BTNH = jnp.concatenate([plain_BTNH, turned_BTNH], axis=-1)
-        context_BTNH, kept = attend(constrain(q_BTNH, HEADS_AXES), k_BTNH, v_BTNH, None)
+        plain_k_BTNH = _heads(project(latent_BTD, self.key_up), None, "key_proj")
+        v_BTNH = _heads(project(latent_BTD, self.value_up), None, "value_proj")
+        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*v_BTNH.shape[:3], shared_BT1H.shape[-1]))
+        k_BTNH = constrain(jnp.concatenate([plain_k_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
+        q_BTNH = constrain(jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1), HEADS_AXES)
+        context_BTNH, kept = attend(q_BTNH, k_BTNH, v_BTNH, None)
         return attention_output(context_BTNH, self.out), kept
 
 
@@ -391,7 +406,7 @@ class MixtureOfExperts(nnx.Module):
         declare(self, expert_weights(shape), shape, rngs)
         self.shared = Mlp(shape, "S", rngs=rngs) if experts.shared_dim else None
 
-    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTD: Array, real_BT: Array, *, drop: bool) -> tuple[Array, dict[str, Array]]:
         """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
 
         Args:
@@ -399,30 +414,27 @@ class MixtureOfExperts(nnx.Module):
           drop: apply the capacity, if there is one.
         """
         experts = self.experts
-        router = Router(self.router[...], *map(_array, (self.router_bias, self.router_logit_bias)))
+        router = Router(self.router[...], _array(self.router_bias), _array(self.router_logit_bias))
         routing = route(x_BTD, router, real_BT, experts)
-        biases = map(_array, (self.gate_bias, self.up_bias, self.down_bias))
+        biases = (_array(self.gate_bias), _array(self.up_bias), _array(self.down_bias))
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
         aux = routing.aux
         if experts.capacity_factor is None or not drop:
             y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
         else:
-            y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
-            aux = aux | {DROPPED: dropped_B}
+            y_BTD, aux[DROPPED] = with_capacity(x_BTD, routing, weights, experts)
         y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
-        return y_BTD if self.shared is None else y_BTD + self._shared(self.shared, x_BTD), aux
-
-    def _shared(self, shared: Mlp, x_BTD: jax.Array) -> jax.Array:
-        """The shared expert's output."""
-        y_BTD = shared(x_BTD)
-        if self.shared_gate is None:
-            return y_BTD
-        gate_D1 = self.shared_gate[...].astype(jnp.float32)
-        gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
-        return (gate_BT1 * y_BTD.astype(jnp.float32)).astype(y_BTD.dtype)
+        if self.shared is None:
+            return y_BTD, aux
+        shared_BTD = self.shared(x_BTD)
+        if self.shared_gate is not None:
+            gate_D1 = self.shared_gate[...].astype(jnp.float32)
+            gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
+            shared_BTD = (gate_BT1 * shared_BTD.astype(jnp.float32)).astype(shared_BTD.dtype)
+        return y_BTD + shared_BTD, aux
 
 
-def _array(param: nnx.Param | None) -> jax.Array | None:
+def _array(param: nnx.Param | None) -> Array | None:
     return None if param is None else param[...]
 
 
@@ -435,8 +447,8 @@ class Block(Protocol):
     """
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+    ) -> tuple[Array, Any, dict[str, Array]]:
         """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
 
         Args:
@@ -459,7 +471,7 @@ class Mixer(Protocol):
     Made as `Mixer(shape, rngs=rngs)`, with the parameters of the Layer's weights (`declare`).
     """
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, memory: Memory) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: Array, rotation: Rotation | None, memory: Memory) -> tuple[Array, Any]:
         """The output [B, T, D], in the dtype of x_BTD, and `memory.kept(state)` with the state after these tokens.
 
         Documents never mix: a token depends on earlier ones of its document alone.
@@ -490,11 +502,12 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
         self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
-        self.parallel, self.multiplier = shape.parallel_block, shape.residual_multiplier
+        self.parallel = shape.parallel_block
+        self.multiplier = shape.residual_multiplier
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+    ) -> tuple[Array, Any, dict[str, Array]]:
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
         Args:
@@ -503,22 +516,22 @@ class DecoderLayer(nnx.Module):
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         first_BTD = _normed(self.attention_norm, x_BTD)
         attended_BTD, kept = self.attention(first_BTD, rotation, attend)
-        before_BTD = x_BTD
-        x_BTD = self._plus(x_BTD, _normed(self.attention_post_norm, attended_BTD))
-        read_BTD = {"none": x_BTD, "one_norm": first_BTD, "two_norms": before_BTD}[self.parallel]
-        normed_BTD, aux = _normed(self.mlp_norm, read_BTD), {}
+        y_BTD = self._plus(x_BTD, _normed(self.attention_post_norm, attended_BTD))
+        read_BTD = {"none": y_BTD, "one_norm": first_BTD, "two_norms": x_BTD}[self.parallel]
+        normed_BTD = _normed(self.mlp_norm, read_BTD)
+        aux = {}
         if isinstance(self.mlp, MixtureOfExperts):
-            y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
+            mlp_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
-            y_BTD = self.mlp(normed_BTD)
-        return self._plus(x_BTD, _normed(self.mlp_post_norm, y_BTD)), kept, aux
+            mlp_BTD = self.mlp(normed_BTD)
+        return self._plus(y_BTD, _normed(self.mlp_post_norm, mlp_BTD)), kept, aux
 
-    def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    def _plus(self, x_BTD: Array, y_BTD: Array) -> Array:
         """The stream plus a block's output."""
-        if self.multiplier != 1:  # which two bytes need not hold
+        if self.multiplier != 1:  # it may have no exact bfloat16
             y_BTD = (y_BTD.astype(jnp.float32) * self.multiplier).astype(y_BTD.dtype)
         return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
 
-def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+def _normed(norm: Norm | None, x_BTD: Array) -> Array:
     return x_BTD if norm is None else norm(x_BTD)

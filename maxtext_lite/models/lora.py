@@ -7,12 +7,14 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.config.weights import halves
 from maxtext_lite.parallel import Params, Tree
@@ -64,9 +66,10 @@ class Adapted:
         """The number of dims before `in`: those of layers and of experts."""
         return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
 
-    def merged(self) -> jax.Array:
+    def merged(self) -> Array:
         """The sum, computed in float32, in the weight's dtype."""
-        stack, r = self.weight.shape[: self.num_stacked], self.a.shape[-1]
+        stack = self.weight.shape[: self.num_stacked]
+        r = self.a.shape[-1]
         added = jnp.matmul(
             self.a.reshape(*stack, -1, r), self.b.reshape(*stack, r, -1), preferred_element_type=jnp.float32
         )
@@ -97,12 +100,8 @@ def adapters_for(lora: Lora, axes: Tree, make: Callable[..., tuple[Tree, Tree]],
                 found[name] = dict(zip("ab", make(child, *others), strict=True))
         return found
 
-    in_layers = ("layers", "dense_layers")
-    return {
-        name: inside
-        for name in in_layers
-        if name in axes and (inside := below(axes[name], tuple(tree[name] for tree in trees)))
-    }
+    in_layers = [name for name in ("layers", "dense_layers") if name in axes]
+    return below({name: axes[name] for name in in_layers}, trees)
 
 
 def adapter_axes(lora: Lora, axes: Tree) -> Tree:
@@ -110,7 +109,7 @@ def adapter_axes(lora: Lora, axes: Tree) -> Tree:
     return adapters_for(lora, axes, lambda weight: halves(weight, weight, "lora_rank"))
 
 
-def new_adapters(lora: Lora, axes: Tree, abstract: Tree, key: jax.Array) -> Tree:
+def new_adapters(lora: Lora, axes: Tree, abstract: Tree, key: Array) -> Tree:
     """New adapters, which add nothing yet: a uniform within 1 / sqrt(in), b zero.
 
     They are float32 for weights of any dtype, because their steps are small.
@@ -120,9 +119,10 @@ def new_adapters(lora: Lora, axes: Tree, abstract: Tree, key: jax.Array) -> Tree
       key: may be the key that the parameters were drawn with; the draws here are independent of theirs.
     Source: b is Hu et al.'s; a as in their code and in PEFT, He et al. 2015, arXiv:1502.01852, with a = sqrt(5).
     """
-    key, number = jax.random.fold_in(key, _OWN_KEY), iter(range(10**6))
+    key = jax.random.fold_in(key, _OWN_KEY)
+    number = itertools.count()
 
-    def make(axes: tuple[str, ...], weight: Tree) -> tuple[jax.Array, jax.Array]:
+    def make(axes: tuple[str, ...], weight: Tree) -> tuple[Array, Array]:
         a_shape, b_shape = halves(axes, weight.shape, lora.rank)
         fan_in = math.prod(weight.shape) * lora.rank // math.prod(b_shape)
         bound = 1 / math.sqrt(fan_in)
@@ -156,10 +156,7 @@ def adapters_of(tree: Tree) -> Tree:
 
 def frozen_of(tree: Tree) -> Tree:
     """The frozen parameters of a joined tree."""
-    return {
-        name: frozen_of(child) if isinstance(child, dict) else child.weight if isinstance(child, Adapted) else child
-        for name, child in tree.items()
-    }
+    return jax.tree.map(lambda node: node.weight if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
 
 
 def merged(tree: Tree) -> Tree:

@@ -6,13 +6,13 @@ both directions, which also makes bfloat16 fast on CPUs that have it, except for
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
@@ -21,7 +21,7 @@ from maxtext_lite.config.weights import halves, num_inputs
 from maxtext_lite.models.lora import Adapted
 from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, num_shards
 
-Rotation = tuple[jax.Array, jax.Array]
+Rotation = tuple[Array, Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
 
 TokenAxes = tuple[str, str | None, str | None]
@@ -38,24 +38,22 @@ def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
-def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
+def project(x: Array, weight: nnx.Param) -> Array:
     """x [B, T, *in] times a weight [*in, *out], declared by `layers.declare`: [B, T, *out] in the dtype of x.
 
     Each use gathers the weight over `fsdp`, in the dtype of x or in the eight bits of its `quantization`: by itself the
     compiler makes a loop over the weight's shards, which writes the product again and again. The gradient is reduced to
     the weight's shards in the weight's `grad_dtype`. Adapters are not quantized.
     """
-    value, axes = weight[...], tuple(weight.axes)
-
-    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> jax.Array:
-        return project_array(x, value, axes, TOKENS, weight.grad_dtype, quantization)
-
+    value = weight[...]
+    axes = tuple(weight.axes)
     if not isinstance(value, Adapted):
-        return times(x, value, axes, weight.quantization)
-    of_a, of_b = halves(axes, axes, "lora_rank")
-    added = times(times(x, value.a, of_a), value.b, of_b).astype(jnp.float32)
-    plain = times(x, value.weight, axes, weight.quantization).astype(jnp.float32)
-    return (plain + value.scale * added).astype(x.dtype)
+        return project_array(x, value, axes, TOKENS, weight.grad_dtype, weight.quantization)
+    a_axes, b_axes = halves(axes, axes, "lora_rank")
+    added: Any = project_array(x, value.a, a_axes, TOKENS, weight.grad_dtype, "none")
+    added = project_array(added, value.b, b_axes, TOKENS, weight.grad_dtype, "none")
+    plain: Any = project_array(x, value.weight, axes, TOKENS, weight.grad_dtype, weight.quantization)
+    return (plain.astype(jnp.float32) + value.scale * added.astype(jnp.float32)).astype(x.dtype)
 
 
 TOKENS: TokenAxes = ("exchanged_batch", "experts", "length")  # "batch" and "length"
@@ -63,16 +61,17 @@ TOKENS: TokenAxes = ("exchanged_batch", "experts", "length")  # "batch" and "len
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def project_array(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Array,
+    weight: Array,
     axes: tuple[str, ...],
     tokens: TokenAxes,
     grad_dtype: DTypeLike,
     quantization: Quantization,
-) -> jax.Array:
+) -> Array:
     """`project` with an array of these logical axes."""
     del tokens, grad_dtype
-    numbers, ends = number_format(quantization), _ends(axes)
+    numbers = number_format(quantization)
+    ends = _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     if numbers:
         y_BTo = numbers.times(x_BTi, numbers.scaled_weight(weight_io, ends), ends)
@@ -86,16 +85,16 @@ def _ends(axes: tuple[str, ...]) -> tuple[str, str]:
     return axes[0], axes[num_inputs(axes)]
 
 
-def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[: num_inputs(axes)]))
+def _as_matrices(x: Array, weight: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    x_BTi = x.reshape(*x.shape[:2], -1)
     return x_BTi, weight.reshape(x_BTi.shape[-1], -1)
 
 
-def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> jax.Array:
+def _in_use(weight_io: Array, ends: tuple[str, str], dtype: DTypeLike) -> Array:
     return constrain(weight_io.astype(dtype), axes_in_use(ends))
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array, axis: str) -> jax.Array:
+def product(equation: str, x: Array, weight: Array, axis: str) -> Array:
     """An einsum of two arrays of one dtype, in that dtype: sums in float32, rounded once.
 
     A CPU's matmuls are two times faster with float32 results that are cast, and a TPU casts within the matmul. A GPU
@@ -109,13 +108,13 @@ def product(equation: str, x: jax.Array, weight: jax.Array, axis: str) -> jax.Ar
     if x.dtype == jnp.float32 or (axes_in_use((axis,)) != (None,) and num_shards(axis) > 1):
         return plain(x, weight)
 
-    def cast(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def cast(x: Array, weight: Array) -> Array:
         return plain(x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
     return jax.lax.platform_dependent(x, weight, cuda=plain, rocm=plain, default=cast)
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
+def weight_gradient(x: Array, g: Array, grad_dtype: DTypeLike = jnp.float32) -> Array:
     """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32; if `fsdp` splits weights, in `grad_dtype`, in
     which the devices' sums are then reduced."""
     dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
@@ -127,16 +126,18 @@ def _project_backward(
     tokens: TokenAxes,
     grad_dtype: DTypeLike,
     quantization: Quantization,
-    residuals: tuple[jax.Array, jax.Array],
-    g: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    residuals: tuple[Array, Array],
+    g: Array,
+) -> tuple[Array, Array]:
     x, weight = residuals
-    numbers, ends = number_format(quantization), _ends(axes)
+    numbers = number_format(quantization)
+    ends = _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
     if tokens == TOKENS and num_shards("residual_length") > num_shards("length"):
         # XLA would gather tokens over `tensor` for each matmul by itself, and for the weight's gradient over `context`.
-        x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
+        x_BTi = constrain(x_BTi, ("batch", "length", AS_IT_IS))
+        g_BTo = constrain(g_BTo, ("batch", "length", AS_IT_IS))
     if numbers:
         dx_BTi = numbers.times_transposed(g_BTo, numbers.scaled_weight(weight_io, ends), ends)
     else:
@@ -153,7 +154,7 @@ project_array.defvjp(lambda x, weight, *how: (project_array(x, weight, *how), (x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm(x_BTD: Array, scale_D: Array, epsilon: float) -> Array:
     """x / sqrt(mean(x^2) + epsilon) * scale over the last dim, in float32, returned in the dtype of x.
 
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
@@ -161,45 +162,43 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
     return _rms_norm_forward(x_BTD, scale_D, epsilon)[0]
 
 
-def _rms_norm_forward(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _rms_norm_forward(x_BTD: Array, scale_D: Array, epsilon: float) -> tuple[Array, tuple[Array, ...]]:
     x_f32 = x_BTD.astype(jnp.float32)
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
     return (x_f32 * inverse_BT1 * scale_D.astype(jnp.float32)).astype(x_BTD.dtype), (x_BTD, scale_D, inverse_BT1)
 
 
-def _rms_norm_backward(
-    epsilon: float, residuals: tuple[jax.Array, jax.Array, jax.Array], g_BTD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_backward(epsilon: float, residuals: tuple[Array, Array, Array], g_BTD: Array) -> tuple[Array, Array]:
     del epsilon
     x_BTD, scale_D, inverse_BT1 = residuals
-    unit_BTD, g_f32 = x_BTD.astype(jnp.float32) * inverse_BT1, g_BTD.astype(jnp.float32)
+    unit_BTD = x_BTD.astype(jnp.float32) * inverse_BT1
+    g_f32 = g_BTD.astype(jnp.float32)
     scaled_BTD = g_f32 * scale_D.astype(jnp.float32)
     along_BT1 = jnp.mean(scaled_BTD * unit_BTD, axis=-1, keepdims=True)
     dx_BTD = inverse_BT1 * (scaled_BTD - unit_BTD * along_BT1)
-    return dx_BTD.astype(x_BTD.dtype), jnp.sum(g_f32 * unit_BTD, axis=tuple(range(g_f32.ndim - 1))).astype(
-        scale_D.dtype
-    )
+    dscale_D = jnp.sum(g_f32 * unit_BTD, axis=tuple(range(g_f32.ndim - 1)))
+    return dx_BTD.astype(x_BTD.dtype), dscale_D.astype(scale_D.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def _recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _recomputed(function: Callable[..., Array]) -> Callable[..., Array]:
     """A function of arrays with a float32 result, which is returned in the dtype of the first of them. The backward
     pass keeps the arrays and computes it again."""
 
     @jax.custom_vjp
-    def narrow(x: jax.Array, *others: jax.Array | None) -> jax.Array:
+    def narrow(x: Array, *others: Array | None) -> Array:
         return function(x, *others).astype(x.dtype)
 
-    def backward(arrays: tuple[jax.Array | None, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+    def backward(arrays: tuple[Array | None, ...], g: Array) -> tuple[Array | None, ...]:
         return jax.vjp(function, *arrays)[1](g.astype(jnp.float32))
 
     narrow.defvjp(lambda *arrays: (narrow(*arrays), arrays), backward)
     return narrow
 
 
-def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
+def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
     """(x - mean(x)) / sqrt(variance(x) + epsilon) * scale + bias, in float32, returned in the dtype of x.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
@@ -207,7 +206,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon:
     return _recomputed(functools.partial(_layer_norm, epsilon=epsilon))(x_BTD, scale_D, bias_D)
 
 
-def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
+def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
     x_f32 = x_BTD.astype(jnp.float32)
     x_f32 = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
@@ -221,35 +220,32 @@ has learned numbers."""
 _CLAMP, _STEEPNESS = 7.0, 1.702
 
 
-def _activated(x: jax.Array, activation: Activation) -> jax.Array:
-    match activation:
-        case "silu":
-            return jax.nn.silu(x)
-        case "gelu":
-            return jax.nn.gelu(x, approximate=False)
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-        case "relu":
-            return jax.nn.relu(x)
-        case "relu_squared":
-            return jnp.square(jax.nn.relu(x))
-        case "clamped_silu":
-            return jnp.minimum(x, _CLAMP) * jax.nn.sigmoid(_STEEPNESS * jnp.minimum(x, _CLAMP))
-        case "xielu":
-            raise AssertionError("xielu has weights of its own")
+def _clamped_silu(x: Array) -> Array:
+    x = jnp.minimum(x, _CLAMP)
+    return x * jax.nn.sigmoid(_STEEPNESS * x)
 
 
-def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "clamped_silu": _clamped_silu,
+}
+
+
+def _hidden(activation: Activation, gate: Array, up: Array | None) -> Array:
     gate = gate.astype(jnp.float32)
     if up is None:
-        return _activated(gate, activation)
+        return _ACTIVATIONS[activation](gate)
     up = up.astype(jnp.float32)
     if activation == "clamped_silu":
         up = jnp.clip(up, -_CLAMP, _CLAMP) + 1
-    return _activated(gate, activation) * up
+    return _ACTIVATIONS[activation](gate) * up
 
 
-def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+def mlp_hidden(activation: Activation, gate: Array, up: Array | None) -> Array:
     """activation(gate) * up, or activation(gate) if `up` is None, in float32, returned in their dtype.
 
     Source: Shazeer 2020, arXiv:2002.05202, section 2; clamped_silu is (clip(up) + 1) times a steeper silu of the
@@ -261,7 +257,7 @@ def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) ->
 _BETA, _SMALLEST = 0.5, -1e-6
 
 
-def xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
+def xielu(x: Array, alpha_p_U: Array, alpha_n_U: Array) -> Array:
     """p x^2 + x / 2 above 0, and n (exp(x) - 1 - x) + x / 2 below, in the dtype of x, where p is the softplus of
     alpha_p and n that of alpha_n, plus 1 / 2.
 
@@ -270,20 +266,21 @@ def xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array
     return _recomputed(_xielu)(x, alpha_p_U, alpha_n_U)
 
 
-def _xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
+def _xielu(x: Array, alpha_p_U: Array, alpha_n_U: Array) -> Array:
     x = x.astype(jnp.float32)
-    p, n = (jax.nn.softplus(alpha_U[0].astype(jnp.float32)) for alpha_U in (alpha_p_U, alpha_n_U))
+    p = jax.nn.softplus(alpha_p_U[0].astype(jnp.float32))
+    n = jax.nn.softplus(alpha_n_U[0].astype(jnp.float32))
     below = (n + _BETA) * (jnp.expm1(jnp.minimum(x, _SMALLEST)) - x)
     return jnp.where(x > 0, p * jnp.square(x), below) + _BETA * x
 
 
-def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+def soft_capped(x: Array, cap: float) -> Array:
     """cap x tanh(x / cap), which never leaves (-cap, cap). Source: Gemma Team 2024, arXiv:2408.00118, section 2."""
     return cap * jnp.tanh(x / cap)
 
 
 @jax.custom_vjp
-def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate(x_BTNH: Array, rotation: Rotation) -> Array:
     """Heads with their first R dims rotated, where `rotation` has R/2 planes; the other dims are unchanged.
 
     Plane h is dims h and h + R/2, as in Llama's published weights.
@@ -295,7 +292,7 @@ def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
     return rotated.astype(x_BTNH.dtype)
 
 
-def _rotate_backward(rotation: Rotation, g_BTNH: jax.Array) -> tuple[jax.Array, None]:
+def _rotate_backward(rotation: Rotation, g_BTNH: Array) -> tuple[Array, None]:
     cosine_BTH, sine_BTH = rotation
     return rotate(g_BTNH, (cosine_BTH, -sine_BTH)), None  # the transpose of a rotation, scaled or not, turns back
 
@@ -307,39 +304,37 @@ _ROWS_OF_BLOCK = 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rows_at(table_VD: jax.Array, index_BT: jax.Array, num_rows: int) -> jax.Array:
+def rows_at(table_VD: Array, index_BT: Array, num_rows: int) -> Array:
     """The rows [B, T, D] of a table of `num_rows` rows."""
     del num_rows
     return table_VD[index_BT]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def sums_at(x_BTD: jax.Array, index_BT: jax.Array, num_rows: int) -> jax.Array:
+def sums_at(x_BTD: Array, index_BT: Array, num_rows: int) -> Array:
     """Row v of the result [num_rows, D] is the sum of the x[b, t] with index[b, t] = v. B, T: any dims."""
 
-    def scattered(x_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    def scattered(x_BTD: Array, index_BT: Array) -> Array:
         zeros_VD = jnp.zeros((num_rows, x_BTD.shape[-1]), x_BTD.dtype)
         return jax.vjp(lambda table_VD: table_VD[index_BT], zeros_VD)[1](x_BTD)[0]
 
-    def ordered(x_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    def ordered(x_BTD: Array, index_BT: Array) -> Array:
         return _in_order(x_BTD.reshape(-1, x_BTD.shape[-1]), index_BT.reshape(-1), num_rows)
 
     return jax.lax.platform_dependent(x_BTD, index_BT, cuda=ordered, rocm=ordered, default=scattered)
 
 
-def _with_index(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return lambda x, index_BT, num_rows: (function(x, index_BT, num_rows), index_BT)
+rows_at.defvjp(
+    lambda table, index, num_rows: (rows_at(table, index, num_rows), index),
+    lambda num_rows, index, g: (sums_at(g, index, num_rows), None),
+)
+sums_at.defvjp(
+    lambda x, index, num_rows: (sums_at(x, index, num_rows), index),
+    lambda num_rows, index, g: (rows_at(g, index, num_rows), None),
+)
 
 
-def _transposed(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, None]]:
-    return lambda num_rows, index_BT, g: (function(g, index_BT, num_rows), None)
-
-
-rows_at.defvjp(_with_index(rows_at), _transposed(sums_at))
-sums_at.defvjp(_with_index(sums_at), _transposed(rows_at))
-
-
-def _in_order(x_ND: jax.Array, index_N: jax.Array, num_rows: int) -> jax.Array:
+def _in_order(x_ND: Array, index_N: Array, num_rows: int) -> Array:
     """`sums_at` of flat arrays without adding to one place twice.
 
     Rows are sorted by index and cut into blocks of n. Each block sums its rows of each index, a run, by a matmul with
@@ -375,7 +370,8 @@ def _in_order(x_ND: jax.Array, index_N: jax.Array, num_rows: int) -> jax.Array:
     return zeros_VD.at[place_cm].set(sum_cmD, mode="drop", unique_indices=True)
 
 
-def _carry(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _carry(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
     """Joins neighbouring ranges of blocks: (the last run spans the range and goes on from before it, its sum)."""
-    (left_spans, left_sum), (right_spans, right_sum) = left, right
+    left_spans, left_sum = left
+    right_spans, right_sum = right
     return left_spans & right_spans, right_sum + jnp.where(right_spans, left_sum, 0)

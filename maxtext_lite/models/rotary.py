@@ -6,9 +6,9 @@ Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxtext_lite.config import RopeScaling
 from maxtext_lite.models.ops import Rotation
@@ -30,7 +30,7 @@ class Rope:
         return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
 
 
-def rotary_angles(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None = None) -> Rotation:
+def rotary_angles(position_BT: Array, rope: Rope, segment_BT: Array | None = None) -> Rotation:
     """Cosines and sines [B, T, dim / 2], float32, of each position in each plane.
 
     Args:
@@ -44,7 +44,8 @@ def rotary_angles(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | No
     else:
         angle_BTH = position_BT1 * jnp.asarray(_frequencies(rope), jnp.float32)
     factor = _rotation_factor(rope.scaling)
-    cosine_BTH, sine_BTH = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    cosine_BTH = jnp.cos(angle_BTH)
+    sine_BTH = jnp.sin(angle_BTH)
     return (cosine_BTH, sine_BTH) if factor == 1 else (factor * cosine_BTH, factor * sine_BTH)
 
 
@@ -54,7 +55,8 @@ def _plain(dim: int, max_timescale: float) -> np.ndarray:
 
 def _frequencies(rope: Rope) -> np.ndarray:
     """Radians per position of each plane, float64."""
-    plain, scaling = _plain(rope.dim, rope.max_timescale), rope.scaling
+    plain = _plain(rope.dim, rope.max_timescale)
+    scaling = rope.scaling
     if scaling is None:
         return plain
     assert scaling.factor is not None
@@ -81,7 +83,9 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.4.1, as in the published code.
     """
-    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
     assert scaling.factor is not None and low is not None and high is not None and length is not None  # noqa: PT018
     turns = length * plain / (2 * math.pi)
     # With nothing between the two, as in Llama 4 Scout, a plane is kept or slowed.
@@ -97,15 +101,18 @@ def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
     def plane_that_turns(times: float) -> float:
         return rope.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rope.max_timescale))
 
-    first, last = plane_that_turns(scaling.beta_fast or _BETA_FAST), plane_that_turns(scaling.beta_slow or _BETA_SLOW)
+    first = plane_that_turns(scaling.beta_fast or _BETA_FAST)
+    last = plane_that_turns(scaling.beta_slow or _BETA_SLOW)
     if scaling.truncate is not False:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope.dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, rope.dim - 1)
     slowed = np.clip((np.arange(rope.dim // 2) - first) / ((last - first) or 0.001), 0, 1)
     return (1 - slowed) * plain + slowed * plain / scaling.factor
 
 
-def _document_lengths(position_BT: jax.Array, segment_BT: jax.Array | None) -> jax.Array:
+def _document_lengths(position_BT: Array, segment_BT: Array | None) -> Array:
     """The last position of each token's document, plus 1, [B, T].
 
     Tokens may be in any order, for context shards.
@@ -116,9 +123,10 @@ def _document_lengths(position_BT: jax.Array, segment_BT: jax.Array | None) -> j
     return jnp.take_along_axis(last_BS, segment_BT, axis=1) + 1
 
 
-def _longrope(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
+def _longrope(length_BT1: Array, rope: Rope, scaling: RopeScaling) -> Array:
     """Frequencies [B, T, H], float32, by the list for documents of this length. Source: arXiv:2402.13753."""
-    plain, original = _plain(rope.dim, rope.max_timescale), scaling.original_max_position_embeddings
+    plain = _plain(rope.dim, rope.max_timescale)
+    original = scaling.original_max_position_embeddings
     assert original is not None
     short_H, long_H = (
         jnp.asarray(plain / np.asarray(factors, np.float64), jnp.float32)
@@ -127,9 +135,10 @@ def _longrope(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Ar
     return jnp.where(length_BT1 > original, long_H, short_H)
 
 
-def _dynamic_frequencies(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
+def _dynamic_frequencies(length_BT1: Array, rope: Rope, scaling: RopeScaling) -> Array:
     """Frequencies [B, T, H], float32: the base grows with a document's length beyond the original one."""
-    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    original = scaling.original_max_position_embeddings
+    factor = scaling.factor
     assert original is not None and factor is not None  # noqa: PT018
     length_BT1 = jnp.maximum(length_BT1, original).astype(jnp.float32)
     growth_BT1 = (factor * length_BT1 / original - (factor - 1)) ** _ntk_exponent(rope.dim)

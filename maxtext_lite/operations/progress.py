@@ -101,7 +101,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
     names = [f"{name(i, stamp)} in {stamp.where} for {stamp.seconds:.0f} s" for i, stamp in behind.items()]
     limit = min(stamp.limit for stamp in behind.values())
     rest = "; the others wait" if len(behind) < len(seen) else ""
-    return Verdict(f"nothing moves: {_listed(names)}, more than {limit:.0f} s{rest}")
+    return Verdict(f"no progress: {_listed(names)}, more than {limit:.0f} s{rest}")
 
 
 def failure(process: int, stamp: Stamp) -> Verdict:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxtext_lite.parallel.mesh import MESH_AXES_OF, LogicalAxes, Tree, constrain, num_shards
 
@@ -38,7 +39,7 @@ def context_shards() -> int:
     return num_shards("length")
 
 
-def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[str, jax.Array]:
+def in_context_order(batch: Mapping[str, Array], axes: LogicalAxes) -> dict[str, Array]:
     """Arrays [..., T] whose dims have these logical axes, in `context_order`; unchanged on one shard.
 
     Sums over tokens do not change, and within a shard a later place has a later token.
@@ -46,13 +47,13 @@ def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[
     if context_shards() == 1:
         return dict(batch)
 
-    def arrange(x: jax.Array) -> jax.Array:
+    def arrange(x: Array) -> Array:
         return constrain(jnp.take(x, context_order(x.shape[-1], context_shards()), axis=-1), axes)
 
     return {name: arrange(x) for name, x in batch.items()}
 
 
-def in_token_order(x: jax.Array, axes: LogicalAxes, dim: int = -1) -> jax.Array:
+def in_token_order(x: Array, axes: LogicalAxes, dim: int = -1) -> Array:
     """An array that is in `context_order` along `dim`, back in the order of the tokens."""
     if context_shards() == 1:
         return x
@@ -60,12 +61,12 @@ def in_token_order(x: jax.Array, axes: LogicalAxes, dim: int = -1) -> jax.Array:
     return constrain(jnp.take(x, places, axis=dim), axes)
 
 
-def own_shard() -> jax.Array:
+def own_shard() -> Array:
     """Inside `over_shards`: the number of this device along the context axis, an int32 scalar."""
     return jax.lax.axis_index(MESH_AXES_OF["length"])
 
 
-def chunks_of(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+def chunks_of(shard: Array) -> tuple[Array, Array]:
     """Numbers of the early and the late chunk of an example on a shard."""
     return shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard
 
@@ -86,7 +87,7 @@ def whole_examples(tree: Tree) -> Tree:
     if context_shards() == 1:
         return tree
 
-    def in_order(x: jax.Array) -> jax.Array:
+    def in_order(x: Array) -> Array:
         early, late = jnp.split(x, CHUNKS_PER_SHARD, axis=2)
         chunks = jnp.moveaxis(jnp.concatenate([early, late[::-1]]), 0, 1)
         return chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])

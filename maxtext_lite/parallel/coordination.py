@@ -32,6 +32,20 @@ def put_text(key: str, text: str) -> None:
     _client().key_value_set(_TEXTS + key, text)
 
 
+def detected_tpus() -> tuple[str, int, int]:
+    """The `cluster_detection_method` for the TPU slices of this host, their hosts, and this one's number.
+
+    ("", 1, 0) for a machine that is in neither GKE nor a TPU VM.
+    """
+    for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster):
+        try:
+            if cluster.is_env_present():
+                return cluster.name, cluster.get_process_count(), cluster.get_process_id()
+        except OSError:  # no metadata server answers: this is no TPU VM
+            break
+    return "", 1, 0
+
+
 def wait_for_text(key: str) -> str:
     """The text of a key, once a process has put it there; the watchdog ends a wait that is too long."""
     return _client().blocking_key_value_get(_TEXTS + key, _LONGEST_WAIT_SECONDS * 1000)

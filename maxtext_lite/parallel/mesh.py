@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -47,9 +48,9 @@ def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequenc
         raise ValueError(f"a mesh of {dict(ici)} x {dict(dcn)} does not cover {len(devices)} devices")
     slices = {device.slice_index for device in devices if getattr(device, "slice_index", None) is not None}
     if devices[0].platform == "tpu" and num_parts != max(len(slices), 1):
-        stated = " x ".join(f"{mesh_key('dcn', axis)}={dcn[axis]}" for axis in MESH_AXES if dcn[axis] > 1)
-        stated = stated or "dcn_data_parallelism=1, as all dcn axes are,"
         there = max(len(slices), 1)
+        axes = [axis for axis in MESH_AXES if dcn[axis] > 1] or ["data"]
+        stated = " x ".join(f"{mesh_key('dcn', axis)}={dcn[axis]}" for axis in axes)
         raise UserError(
             f"{stated} asks for {num_parts} TPU slices, but there are {there}. "
             f"Nearest that works: dcn_data_parallelism={there} alone."
@@ -60,8 +61,7 @@ def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequenc
         return mesh_utils.create_hybrid_device_mesh(ici_shape, dcn_shape, devices, allow_split_physical_axes=True)
     devices.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, device.process_index, device.id))
     parts = np.asarray(devices).reshape(dcn_shape + ici_shape)
-    rank = len(MESH_AXES)
-    order = [dim for axis in range(rank) for dim in (axis, axis + rank)]
+    order = np.arange(parts.ndim).reshape(2, -1).T.ravel()  # each axis of dcn before the same axis of ici
     return parts.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape, strict=True)])
 
 
@@ -130,8 +130,7 @@ def partition_spec(axes: LogicalAxes) -> PartitionSpec:
             if mesh_axis in used:
                 raise ValueError(f"mesh axis {mesh_axis!r} is used twice, by {used[mesh_axis]!r} and {axis!r}")
             used[mesh_axis] = axis
-        mesh_axes = MESH_AXES_OF[axis]
-        entries.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
+        entries.append(MESH_AXES_OF[axis])
     return PartitionSpec(*entries)
 
 
@@ -145,7 +144,7 @@ def tree_shardings(mesh: Mesh, axes_tree: Tree) -> Tree:
     return jax.tree.map(lambda axes: sharding(mesh, axes), axes_tree, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+def constrain(x: Array, axes: LogicalAxes) -> Array:
     """`x` laid out by its logical axes over the mesh in use (`jax.set_mesh`); `x` itself without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -162,7 +161,7 @@ def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def all_gather_for_compute(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
+def all_gather_for_compute(x: Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> Array:
     """`x` laid out by `used_as`, and its gradient by `lies_as`; both are tuples.
 
     A constraint is its own transpose. By itself it would make each device sum the gradient of the whole weight, where
@@ -230,7 +229,12 @@ def zero1_sharding(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
     for dim, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        if entry is None:
+            axes = ()
+        elif isinstance(entry, str):
+            axes = (entry,)
+        else:
+            axes = tuple(entry)
         parts = math.prod(where.mesh.shape[axis] for axis in (*axes, data))
         if shape[dim] % parts == 0:
             spec[dim] = (*axes, data)
@@ -264,7 +268,7 @@ def vmap_over_data(
     """
     axes = MESH_AXES_OF["replica"][0]
 
-    def split(x: jax.Array) -> jax.Array:
+    def split(x: Array) -> Array:
         x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
         return constrain(x, ("replica", "batch") + (AS_IT_IS,) * (x.ndim - 2))
 
@@ -276,19 +280,19 @@ def vmap_over_data(
     return mapped
 
 
-def gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def gathered(x: Array, axis: str, dim: int) -> Array:
     """The parts of all devices along a logical axis, concatenated along `dim`."""
     names = _split_over(axis)
     return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
 
 
-def exchanged(x: jax.Array, axis: str) -> jax.Array:
+def exchanged(x: Array, axis: str) -> Array:
     """An all-to-all along a logical axis: the first device receives the first parts of all, in their order."""
     names = _split_over(axis)
     return _exchanged(x, names) if names else x
 
 
-def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def scattered_sum(x: Array, axis: str, dim: int) -> Array:
     """This device's part, along `dim`, of the float32 sum over all devices along a logical axis.
 
     Parts cross in the dtype of x and are added here, because on 16 or more TPU chips XLA turns a reduce-scatter into an
@@ -306,19 +310,19 @@ def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
-def largest(x: jax.Array, axis: str) -> jax.Array:
+def largest(x: Array, axis: str) -> Array:
     """The maximum over all devices along a logical axis."""
     names = _split_over(axis)
     return jax.lax.pmax(x, names) if names else x
 
 
-def summed(x: jax.Array, axis: str) -> jax.Array:
+def summed(x: Array, axis: str) -> Array:
     """The sum over all devices along a logical axis."""
     names = _split_over(axis)
     return jax.lax.psum(x, names) if names else x
 
 
-def shard_index(axis: str) -> jax.Array:
+def shard_index(axis: str) -> Array:
     """Number of this device's part of a logical axis, int32."""
     names = _split_over(axis)
     return jax.lax.axis_index(names) if names else jnp.zeros([], jnp.int32)
@@ -329,7 +333,7 @@ def _split_over(axis: str) -> tuple[str, ...]:
     return () if mesh.empty else tuple(name for name in MESH_AXES_OF[axis] if mesh.shape[name] > 1)
 
 
-def _exchanged(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _exchanged(x: Array, names: tuple[str, ...]) -> Array:
     """`exchanged` along mesh axes.
 
     TPUs lay the first dim out outermost for it. Dims of size 1, such as that of a device's only replica under `vmap`,
@@ -337,11 +341,11 @@ def _exchanged(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """
 
     @custom_vmap
-    def exchange(x: jax.Array) -> jax.Array:
+    def exchange(x: Array) -> Array:
         return jax.lax.all_to_all(x, names, 0, 0, tiled=True)
 
     @exchange.def_vmap
-    def of_sets(num_sets: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    def of_sets(num_sets: int, is_mapped: list[bool], x: Array) -> tuple[Array, bool]:
         del num_sets, is_mapped
         if len(x) == 1:
             return exchange(x[0])[None], True

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.parallel.mesh import Tree, constrain, num_shards, over_stages
@@ -25,7 +26,7 @@ class Flight(NamedTuple):
 
     inputs: Tree
     saved: Tree
-    cotangents: list[jax.Array]
+    cotangents: list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Pipeline:
         """Times that all stages run forward and backward in a step; each stage is idle in 2 (P - 1) of them."""
         return PipelineShape(self.num_stages, self.num_microbatches, 1, num_micro_batches).num_ticks("1f1b")
 
-    def in_stages(self, stack: jax.Array) -> jax.Array:
+    def in_stages(self, stack: Array) -> Array:
         """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] if there are several.
 
         Each stage then has a contiguous part of the dim of layers.
@@ -86,19 +87,27 @@ class Pipeline:
         Source: Huang et al. 2019, arXiv:1811.06965; the circular schedule is Narayanan et al. 2021, arXiv:2104.04473,
           section 2.2, with breadth before depth.
         """
-        num_stages, num_pieces = self.num_stages, self.num_microbatches
+        num_stages = self.num_stages
+        num_pieces = self.num_microbatches
         stage_P = jnp.arange(num_stages)
         params_RP = self._by_stage(params)
         sums_RP = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), params_RP)
 
-        def of_stage(params_R: Tree, sums_R: Tree, repeat: jax.Array, piece: Tree) -> Tree:
-            stack, sums = self._stack_of(params_R, repeat), self._stack_of(sums_R, repeat)
-            moving = jax.tree.map(lambda w, total: _summed_as(total, w) if _is_moving(w) else w, stack, sums)
-            return stage(moving, piece)
+        def run_stage(params_R: Tree, sums_R: Tree, repeat: Array, piece: Tree) -> Tree:
+            stack = self._stack_of(params_R, repeat)
+            sums = self._stack_of(sums_R, repeat)
+            stack = jax.tree.map(lambda w, total: _summed_as(total, w) if _is_float(w) else w, stack, sums)
+            return stage(stack, piece)
 
-        run_stages = over_stages(of_stage, in_axes=(1, 1, 0, 0))
+        run_stages = over_stages(run_stage, in_axes=(1, 1, 0, 0))
 
-        def tick(carry: Tree, time: jax.Array) -> tuple[Tree, None]:
+        def take(pieces_PM: Tree, time: Array) -> tuple[Tree, Tree]:
+            """The pieces that are left, and the one that enters at a tick, if one does."""
+            enters = time < num_pieces * self.num_repeats
+            pairs = jax.tree.map(lambda x: _take(x, time % num_pieces, enters), pieces_PM)
+            return jax.tree.transpose(jax.tree.structure(pieces_PM), jax.tree.structure((0, 0)), pairs)
+
+        def tick(carry: Tree, time: Array) -> tuple[Tree, None]:
             pieces_PM, inputs_P = carry
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
             outputs_P = self._lay_out(run_stages(params_RP, sums_RP, repeat_P, inputs_P), axes)
@@ -106,20 +115,13 @@ class Pipeline:
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
             kept = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
             pieces_PM, next_P = take(self._lay_out(kept, axes, None), time + 1)
-            inputs_P = jax.tree.map(lambda x, out: jnp.where(_of_first_stage(x), x, out), next_P, outputs_P)
+            inputs_P = jax.tree.map(lambda x, out: jnp.where(_is_stage(x, 0), x, out), next_P, outputs_P)
             return (pieces_PM, self._lay_out(inputs_P, axes)), None
 
-        def take(pieces_PM: Tree, time: jax.Array) -> tuple[Tree, Tree]:
-            """The pieces that are left, and the one that enters at a tick, if one does."""
-            enters = time < num_pieces * self.num_repeats
-            pairs = jax.tree.map(lambda x: _take(x, time % num_pieces, enters), pieces_PM)
-            return jax.tree.transpose(jax.tree.structure(pieces_PM), jax.tree.structure((0, 0)), pairs)
-
-        pieces_PM = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (num_stages, *x.shape)), jax.tree.map(self._pieces, rows, axes)
-        )
+        pieces_M = jax.tree.map(self._pieces, rows, axes)
+        pieces_PM = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_stages, *x.shape)), pieces_M)
         pieces_PM, first_P = take(self._lay_out(pieces_PM, axes, None), jnp.int32(0))
-        first_P = jax.tree.map(lambda x: jnp.where(_of_first_stage(x), x, 0), first_P)
+        first_P = jax.tree.map(lambda x: jnp.where(_is_stage(x, 0), x, 0), first_P)
         carry = pieces_PM, self._lay_out(first_P, axes)
         (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
         return jax.tree.map(self._joined, pieces_PM, axes)
@@ -132,11 +134,11 @@ class Pipeline:
           leading: dims before all others.
         """
 
-        def zeros(x: jax.ShapeDtypeStruct, *between: int) -> jax.Array:
+        def zeros(x: jax.ShapeDtypeStruct, *between: int) -> Array:
             return jnp.zeros((*leading, self.num_stages, *between, *x.shape), x.dtype)
 
         saved = jax.tree.map(lambda x: zeros(x, 2 * self.num_stages - 1), rows)
-        return Flight(jax.tree.map(zeros, rows), saved, [zeros(x) for x in _moving(rows)])
+        return Flight(jax.tree.map(zeros, rows), saved, [zeros(x) for x in _floats(rows)])
 
     def tick_1f1b(
         self,
@@ -144,12 +146,12 @@ class Pipeline:
         params: Tree,
         frozen: Tree,
         flight: Flight,
-        time: jax.Array,
+        time: Array,
         *,
         entering: Tree,
-        leave: Callable[[Tree], tuple[list[jax.Array], Tree]],
+        leave: Callable[[Tree], tuple[list[Array], Tree]],
         axes: Tree,
-    ) -> tuple[Flight, Tree, list[jax.Array], Tree]:
+    ) -> tuple[Flight, Tree, list[Array], Tree]:
         """One tick of all stages: a piece forward and an earlier piece backward.
 
         Stage p runs piece `time - p` forward and piece `time - 2 (P - 1) + p` backward. The last stage turns each piece
@@ -169,47 +171,54 @@ class Pipeline:
         Source: Narayanan et al. 2019 (PipeDream), Harlap et al. 2018, arXiv:1806.03377, section 3.2; here without stale
           weights, because all gradients of a step belong to the same weights.
         """
-        num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
+        num_stages = self.num_stages
+        num_saved = 2 * self.num_stages - 1
         stacks_P, frozen_P = jax.tree.map(lambda w: w[0], self._by_stage((params, frozen)))
 
-        def enter(x: jax.Array, inputs: jax.Array) -> jax.Array:
-            return jnp.where(_of_first_stage(inputs), x, inputs)
+        def enter(x: Array, inputs: Array) -> Array:
+            return jnp.where(_is_stage(inputs, 0), x, inputs)
 
-        inputs_P = self._lay_out(jax.tree.map(enter, entering, flight.inputs), axes)
-
-        def save(saved: jax.Array, inputs: jax.Array) -> jax.Array:
+        def save(saved: Array, inputs: Array) -> Array:
             return jax.lax.dynamic_update_index_in_dim(saved, inputs, time % num_saved, axis=1)
 
+        def run_backward(stack: Tree, frozen: Tree, age: Array, saved: Tree, cotangents: list[Array]) -> Any:
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
+
+            def run_floats(stack: Tree, floats: list[Array]) -> list[Array]:
+                return _floats(stage(stack, frozen, _with_floats(rows, floats)))
+
+            return jax.vjp(run_floats, stack, _floats(rows))[1](cotangents)
+
+        inputs_P = self._lay_out(jax.tree.map(enter, entering, flight.inputs), axes)
         saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
         outputs_P = self._lay_out(over_stages(stage)(stacks_P, frozen_P, inputs_P), axes)
-        left_cotangents, result = leave(jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P))
+        left_cotangents, result = leave(jax.tree.map(lambda x: _at_stage(x, num_stages - 1), outputs_P))
         arrays, tree = jax.tree.flatten(outputs_P)
-        moving_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_moving(x)]
+        float_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_float(x)]
         cotangents_P = [
-            jnp.where(_of_stage(cotangents, num_stages - 1), new, cotangents)
+            jnp.where(_is_stage(cotangents, num_stages - 1), new, cotangents)
             for new, cotangents in zip(left_cotangents, flight.cotangents, strict=True)
         ]
-        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+        cotangents_P = self._lay_out(cotangents_P, float_axes)
         age_P = (time - 2 * (num_stages - 1) + 2 * jnp.arange(num_stages)) % num_saved
-        gradients_P, cotangents_P = over_stages(_back_through(stage))(stacks_P, frozen_P, age_P, saved_P, cotangents_P)
-        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+        gradients_P, cotangents_P = over_stages(run_backward)(stacks_P, frozen_P, age_P, saved_P, cotangents_P)
+        cotangents_P = self._lay_out(cotangents_P, float_axes)
         gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
-        back_at_first = [_taken(x, 0) for x in cotangents_P]
+        entered_cotangents = [_at_stage(x, 0) for x in cotangents_P]
         onwards = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
-        backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], moving_axes)
-        return Flight(onwards, saved_P, backwards), gradients, back_at_first, result
+        backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], float_axes)
+        return Flight(onwards, saved_P, backwards), gradients, entered_cotangents, result
 
     def _by_stage(self, params: Tree) -> Tree:
         """Leaves [repeats, P, layers per stack, ...]."""
-        lead = self.num_repeats, self.num_stages
 
-        def split(stored: jax.Array) -> jax.Array:
+        def split(stored: Array) -> Array:
             rest = stored.shape[1:] if self.num_repeats == 1 else stored.shape[2:]
-            return stored.reshape(*lead, -1, *rest)
+            return stored.reshape(self.num_repeats, self.num_stages, -1, *rest)
 
         return jax.tree.map(split, params)
 
-    def _stack_of(self, params_R: Tree, repeat: jax.Array) -> Tree:
+    def _stack_of(self, params_R: Tree, repeat: Array) -> Tree:
         """The layers of a stage for one of its repeats."""
         if self.num_repeats == 1:
             return jax.tree.map(lambda w: w[0], params_R)
@@ -218,23 +227,21 @@ class Pipeline:
     def _lay_out(self, tree: Tree, axes: Tree, *between: None) -> Tree:
         return jax.tree.map(lambda x, names: constrain(x, ("stages", *between, *names)), tree, axes)
 
-    def _pieces(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def _pieces(self, x: Array, axes: tuple[str, ...]) -> Array:
         """[B, ...] as [M, B / M, ...], on every stage; a stage's devices have equally many rows of every piece."""
-        shards, pieces = num_shards("batch"), self.num_microbatches
-        x = x.reshape(shards, pieces, x.shape[0] // (shards * pieces), *x.shape[1:])
-        x = x.swapaxes(0, 1)
-        return constrain(x.reshape(pieces, -1, *x.shape[3:]), (None, *axes))
+        pieces = self.num_microbatches
+        x_sM = x.reshape(num_shards("batch"), pieces, -1, *x.shape[1:])
+        return constrain(x_sM.swapaxes(0, 1).reshape(pieces, -1, *x.shape[1:]), (None, *axes))
 
-    def _joined(self, x_PM: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def _joined(self, x_PM: Array, axes: tuple[str, ...]) -> Array:
         """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows divided among the stages."""
-        x_M = constrain(_taken(x_PM, 0), ("stages", *axes))
-        shards = num_shards("batch")
-        x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
-        return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+        x_M = constrain(_at_stage(x_PM, 0), ("stages", *axes))
+        x_sM = x_M.reshape(len(x_M), num_shards("batch"), -1, *x_M.shape[2:]).swapaxes(0, 1)
+        return constrain(x_sM.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
 
 
 @jax.custom_vjp
-def _summed_as(sums: jax.Array, weight: jax.Array) -> jax.Array:
+def _summed_as(sums: Array, weight: Array) -> Array:
     """`weight`, with its cotangent as that of `sums`: a scan adds up the ticks' in the dtype of `sums`, whose values
     nothing reads."""
     del sums
@@ -248,7 +255,7 @@ _summed_as.defvjp(
 
 
 @jax.custom_vjp
-def _to_next_stage(x_P: jax.Array) -> jax.Array:
+def _to_next_stage(x_P: Array) -> Array:
     """Each stage's part at the next one, the last one's at the first. Backward it is one exchange, too, where the
     transpose of `jnp.roll` would be two."""
     return jnp.roll(x_P, 1, axis=0)
@@ -256,12 +263,12 @@ def _to_next_stage(x_P: jax.Array) -> jax.Array:
 
 _to_next_stage.defvjp(
     lambda x_P: (_to_next_stage(x_P), None),
-    lambda _, g_P: (jnp.roll(g_P, -1, axis=0) if _is_moving(g_P) else None,),
+    lambda _, g_P: (jnp.roll(g_P, -1, axis=0) if _is_float(g_P) else None,),
 )
 
 
 @jax.custom_vjp
-def _put(pieces_PM: jax.Array, new_P: jax.Array, slot: jax.Array, is_there: jax.Array) -> jax.Array:
+def _put(pieces_PM: Array, new_P: Array, slot: Array, is_there: Array) -> Array:
     """`pieces_PM` with a piece, if there is one, in a slot from which the one before was taken.
 
     Nothing reads a slot after `_take` and before the next `_put`. So its cotangent does not matter, and each of the two
@@ -272,73 +279,53 @@ def _put(pieces_PM: jax.Array, new_P: jax.Array, slot: jax.Array, is_there: jax.
 
 
 @jax.custom_vjp
-def _take(pieces_PM: jax.Array, slot: jax.Array, is_there: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _take(pieces_PM: Array, slot: Array, is_there: Array) -> tuple[Array, Array]:
     """The pieces, and the one in a slot, which leaves it; what is returned if there is none has a gradient of 0."""
     del is_there
     return pieces_PM, _at(pieces_PM, slot)
 
 
-def _at(pieces_PM: jax.Array, slot: jax.Array) -> jax.Array:
+def _at(pieces_PM: Array, slot: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(pieces_PM, slot, axis=1, keepdims=False)
 
 
-def _put_backward(how: tuple[jax.Array, jax.Array], g_PM: jax.Array) -> tuple[Tree, ...]:
+def _put_backward(how: tuple[Array, Array], g_PM: Array) -> tuple[Tree, ...]:
     slot, is_there = how
-    if not _is_moving(g_PM):
+    if not _is_float(g_PM):
         return None, None, None, None
     return g_PM, jnp.where(is_there, _at(g_PM, slot), 0), None, None
 
 
-def _take_backward(how: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Tree, ...]:
+def _take_backward(how: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Tree, ...]:
     g_PM, g_P = cotangents
-    return _put(g_PM, g_P, *how) if _is_moving(g_PM) else None, None, None
+    return _put(g_PM, g_P, *how) if _is_float(g_PM) else None, None, None
 
 
 _put.defvjp(lambda pieces_PM, new_P, *how: (_put(pieces_PM, new_P, *how), how), _put_backward)
 _take.defvjp(lambda pieces_PM, *how: (_take(pieces_PM, *how), how), _take_backward)
 
 
-def _back_through(stage: Callable[[Tree, Tree, Tree], Tree]) -> Callable[..., tuple[Tree, list[jax.Array]]]:
-    """(layers, frozen ones, age, saved inputs, cotangents of outputs) -> those of the layers and of those inputs."""
-
-    def back(
-        stack: Tree, frozen: Tree, age: jax.Array, saved: Tree, cotangents: list[jax.Array]
-    ) -> tuple[Tree, list[jax.Array]]:
-        rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
-
-        def moved(stack: Tree, moving: list[jax.Array]) -> list[jax.Array]:
-            return _moving(stage(stack, frozen, _with_moving(rows, moving)))
-
-        return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
-
-    return back
-
-
-def _of_stage(x_P: jax.Array, stage: int) -> jax.Array:
+def _is_stage(x_P: Array, stage: int) -> Array:
     """True for one stage's part of an array [P, ...]."""
-    return (jnp.arange(x_P.shape[0]) == stage).reshape(-1, *[1] * (x_P.ndim - 1))
+    return (jnp.arange(len(x_P)) == stage).reshape(-1, *[1] * (x_P.ndim - 1))
 
 
-def _of_first_stage(x_P: jax.Array) -> jax.Array:
-    return _of_stage(x_P, 0)
-
-
-def _taken(x_P: jax.Array, stage: int) -> jax.Array:
+def _at_stage(x_P: Array, stage: int) -> Array:
     """One stage's part, on all stages; a sum, because the partitioner would gather all parts to select one."""
-    return jnp.sum(jnp.where(_of_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
+    return jnp.sum(jnp.where(_is_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
 
 
-def _is_moving(x: Tree) -> bool:
+def _is_float(x: Tree) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _moving(rows: Tree) -> list[Tree]:
+def _floats(rows: Tree) -> list[Tree]:
     """The floating-point arrays of a tree of rows, which the stages change and differentiate."""
-    return [x for x in jax.tree.leaves(rows) if _is_moving(x)]
+    return [x for x in jax.tree.leaves(rows) if _is_float(x)]
 
 
-def _with_moving(rows: Tree, moving: list[jax.Array]) -> Tree:
+def _with_floats(rows: Tree, floats: list[Array]) -> Tree:
     """The rows with these floating-point arrays in place of their own."""
     leaves, tree = jax.tree.flatten(rows)
-    new = iter(moving)
-    return tree.unflatten([next(new) if _is_moving(x) else x for x in leaves])
+    new = iter(floats)
+    return tree.unflatten([next(new) if _is_float(x) else x for x in leaves])

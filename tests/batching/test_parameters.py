@@ -17,11 +17,12 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
+from maxtext_lite.parallel import Pipeline
 from maxtext_lite.parallel.mesh import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepContext, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES
+from tests.meshes import mesh_of
 
 TABLE = yaml.load(
     (Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8"),
@@ -82,9 +83,7 @@ def test_adafactors_state_on_a_device_is_as_counted(keys):
     """Except for its counts, and the single zero that Optax keeps in place of an unneeded tensor."""
     config = load_config(None, [*keys, "optimizer=adafactor"])
     sizes = {"fsdp": 2, "tensor": 2, "stage": 2}
-    mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()
-    )
+    mesh = mesh_of(**sizes)
     decoder = Decoder(decoder_shape(config), Pipeline(2, 2, 2))
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     state = abstract_state(StepContext(decoder, optimizer, mesh, config)).opt_state

@@ -30,14 +30,16 @@ def layout_of(
 
 
 def handed_out(layout, whole, unread=0):
-    """What all devices have once each host has loaded only its own rows; elsewhere stands `unread`."""
+    """What all devices have once each host has loaded its rows, onto its own devices; elsewhere stands `unread`."""
     parts = []
     for host, slots in enumerate(layout.slots_of_host):
-        parts.append(
-            np.asarray(
-                layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"]
+        loaded = layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"]
+        per_host = 8 // len(layout.slots_of_host)
+        for shard in loaded.addressable_shards:
+            assert (
+                shard.device.id // per_host == host or not np.asarray(shard.data).any()
             )
-        )
+        parts.append(np.asarray(loaded))
     assert (sum((part != 0).astype(int) for part in parts) <= 1).all()
     loaded = sum(parts)
     loaded = np.where(loaded == 0, unread, loaded)

@@ -79,22 +79,67 @@ def test_every_example_runs_in_a_directory_of_its_own(
     assert [record["step"] for record in steps] == [1, 2, 3]
 
 
-def test_every_cell_of_the_notebook_runs_and_the_losses_are_the_same_however_the_batch_is_split(
-    tmp_path, monkeypatch, capsys, one_device
-):
-    notebook = json.loads(
-        (REPOSITORY / "examples" / "first_run.ipynb").read_text(encoding="utf-8")
-    )
+def run_notebook(name):
+    """Runs every cell of a notebook of examples/; returns its names."""
+    path = REPOSITORY / "examples" / f"{name}.ipynb"
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    set_for_all(monkeypatch, [*TINY.split(), *NO_FILES, "steps=2"])
-    monkeypatch.chdir(tmp_path)
     names = {}
     for cell in notebook["cells"]:
         assert cell.get("outputs", []) == []
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"cell {cell['id']}", "exec"), names)
+    return names
+
+
+def test_the_first_notebook_runs_and_the_losses_are_the_same_however_the_batch_is_split(
+    tmp_path, monkeypatch, capsys, one_device
+):
+    set_for_all(monkeypatch, [*TINY.split(), *NO_FILES, "steps=2"])
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("first_run")
     whole, split = (names["losses"](names[name]) for name in ("whole", "split"))
     assert len(whole) == 2
     assert split == pytest.approx(whole, rel=1e-5)
     assert "64 examples = 1 x 64 devices x 1 accumulation" in capsys.readouterr().out
     assert 'points="40.0,20.0' in names["Curve"]([3.0, 1.0, 2.0])._repr_svg_()
+
+
+def test_the_notebook_on_lora_tunes_a_model_and_exports_its_adapters(
+    tmp_path, monkeypatch, one_device
+):
+    hub = pytest.importorskip("huggingface_hub")
+    from tests.hf_models import save_with_tokenizer
+
+    words = ["steps=2", "num_epochs=0", "eval_interval=-1", "checkpoint_period=2"]
+    set_for_all(monkeypatch, [*words, "weight_dtype=float32"])
+    model = str(save_with_tokenizer(tmp_path / "model"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **options: model)
+    monkeypatch.chdir(tmp_path)
+    assert run_notebook("lora_sft")["result"].step == 2
+    assert (tmp_path / "people-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_notebook_on_rewards_uses_its_own(
+    tmp_path, monkeypatch, capsys, one_device
+):
+    shapes = TINY.replace("dataset_type=synthetic", "").replace(
+        "max_target_length=16", ""
+    )
+    set_for_all(monkeypatch, [*shapes.split(), "steps=10", "eval_interval=-1"])
+    monkeypatch.chdir(tmp_path)
+    result = run_notebook("own_reward")["rl"]
+    first = RunFiles(result.run_directory).steps[0]
+    assert {"rewards/exact_answer", "rewards/close"} <= first.keys()
+
+
+def test_the_notebook_on_batch_size_measures_three_ways(
+    tmp_path, monkeypatch, capsys, one_device
+):
+    shapes = TINY.replace("dataset_type=synthetic", "")
+    set_for_all(monkeypatch, [*shapes.split(), "steps=64", "eval_steps=1"])
+    monkeypatch.chdir(tmp_path)
+    run_notebook("batch_size_study")
+    out = capsys.readouterr().out
+    assert "critical batch (" in out
+    assert "Step Law" in out

@@ -2,7 +2,6 @@
 refused by name."""
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,12 @@ from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.names import TABLES
 from maxtext_lite.hf.weights import export_parameters, load_hf_parameters
 from maxtext_lite.parallel import (
-    MESH_AXES,
-    make_mesh,
     sharding,
-    tree_shardings,
 )
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import MODELS, logits, model, save, torch, transformers
 from tests.hf_variants import VARIANTS
+from tests.meshes import abstract_parameters, mesh_of
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 16)]
 # One row is a document; the other has two, of 9 and 4 tokens, and then padding.
@@ -35,22 +32,11 @@ SEGMENTS = np.array([[1] * 16, [1] * 9 + [2] * 4 + [0] * 3], np.int32)
 POSITIONS = np.array([range(16), [*range(9), *range(4), *range(3)]], np.int32)
 
 
-def mesh_of(**sizes):
-    ones = dict.fromkeys(MESH_AXES, 1)
-    devices = jax.devices()[: math.prod(sizes.values())]
-    return make_mesh(ones | sizes, ones, devices)
-
-
-def with_sharding(leaf, where):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-
 def load(directory, *, dtype="float32", **mesh_sizes):
     """The decoder of a directory and its parameters on a mesh."""
     config = hf_config(directory, [f"dtype={dtype}", "attention=dot_product"])
     decoder = make_decoder(config, "cpu")
-    shardings = tree_shardings(mesh_of(**mesh_sizes), decoder.axes)
-    abstract = jax.tree.map(with_sharding, decoder.abstract_params, shardings)
+    abstract = abstract_parameters(decoder, mesh_of(**mesh_sizes))
     return decoder, load_hf_parameters(directory, abstract, "HF_DIR")
 
 
@@ -170,8 +156,7 @@ def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
     source = save("deepseek_v3", tmp_path / "source")
     decoder, plain = load(source)  # a dense layer, and two with experts
     mesh = mesh_of(stage=2, fsdp=2)
-    shardings = tree_shardings(mesh, decoder.axes)
-    abstract = jax.tree.map(with_sharding, decoder.abstract_params, shardings)
+    abstract = abstract_parameters(decoder, mesh)
 
     def in_stages(leaf, axes):
         where = sharding(mesh, ("repeats", "layers", *axes[1:]))

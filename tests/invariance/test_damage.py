@@ -15,10 +15,10 @@ from maxtext_lite.hf.chat import ChatTemplate
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.stop_tokens import stop_ids_of
 from maxtext_lite.hf.weights import load_hf_parameters
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.post_training.prompts import open_prompts
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import model, save, save_with_tokenizer
+from tests.meshes import abstract_parameters, mesh_of
 
 WRONG = (None, True, -1, 2.5, 10**18, "", "\x1b[2J\n", [], [1], {}, {"a": {"b": [1]}})
 TIMES = 16
@@ -87,12 +87,7 @@ def num_refused(file: Path, use) -> int:
 def loader(directory):
     """A function that loads the weights of a directory onto one device and compares them with what they are now."""
     config = hf_config(directory).model_copy(update={"attention": "dot_product"})
-    decoder, sizes = make_decoder(config, "cpu"), dict.fromkeys(MESH_AXES, 1)
-    where = sharding(make_mesh(sizes, sizes, jax.devices()[:1]))
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        decoder.abstract_params,
-    )
+    abstract = abstract_parameters(make_decoder(config, "cpu"), mesh_of())
     load = lambda: load_hf_parameters(directory, abstract, "HF_DIR")  # noqa: E731
     whole = jax.device_get(load())
     return lambda: jax.tree.map(np.testing.assert_array_equal, load(), whole)

@@ -11,8 +11,8 @@ import pytest
 from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
 from maxtext_lite.kernels.mosaic import mosaic_attention
 from maxtext_lite.models import Scoring
-from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu, kernels, squares, step_for_gpu, unordered_sums
+from tests.meshes import mesh_of
 
 T = 384
 """Tokens of a row: more than any other dim here, so that no square is anything but one of tokens."""
@@ -184,10 +184,7 @@ def test_soft_caps_and_values_of_another_width_lower_by_tokamax_for_an_odd_lengt
     def total(*x):
         return jnp.sum(mosaic_attention(*x, scoring=scoring).astype(jnp.float32))
 
-    devices = make_mesh(
-        dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1]
-    )
-    with absent_gpu(monkeypatch, devices):
+    with absent_gpu(monkeypatch, mesh_of()):
         traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, v, segment)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert (

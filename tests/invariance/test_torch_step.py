@@ -9,11 +9,12 @@ import pytest
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.parallel import sharding
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import StepContext, make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 from tests import hf_models
+from tests.meshes import abstract_parameters, mesh_of
 
 torch = pytest.importorskip("torch")
 
@@ -93,16 +94,6 @@ def _torch_step(name, directory):
     return loss.item(), norm.item()
 
 
-def _laid_out(decoder, mesh):
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=where
-        ),
-        decoder.abstract_params,
-        tree_shardings(mesh, decoder.axes),
-    )
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v2"])
 def test_a_step_is_that_of_torch(name, tmp_path):
     want_loss, want_norm = _torch_step(name, tmp_path / "after")
@@ -116,8 +107,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         "segments": (np.arange(12)[None] < np.array(LENGTHS)[:, None]).astype(np.int32),
         "positions": np.tile(np.arange(12, dtype=np.int32), (len(LENGTHS), 1)),
     }
-    sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "data": 2}
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    mesh = mesh_of(fsdp=2, data=2)
     decoder = Decoder(make_decoder(config, "cpu").shape)
     parts = StepContext(decoder, make_optimizer(config, decoder.axes), mesh, config)
     batch = {
@@ -126,7 +116,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         )
         for key, x in rows.items()
     }
-    params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
+    params = load_hf_parameters(before, abstract_parameters(decoder, mesh), "HF_DIR")
     start = jax.device_get(params)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         step = make_train_step(parts, learning_rate_schedule(config, last=1))
@@ -134,7 +124,9 @@ def test_a_step_is_that_of_torch(name, tmp_path):
     assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(want_norm, rel=1e-4)
     want = jax.device_get(
-        load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
+        load_hf_parameters(
+            tmp_path / "after", abstract_parameters(decoder, mesh), "HF_DIR"
+        )
     )
     ours, at_first = (jax.tree.leaves(tree) for tree in (state.params, start))
     for (path, theirs), found, first in zip(

@@ -11,17 +11,15 @@ from maxtext_lite.kernels.cudnn import cudnn_masked_attention, mha_attention
 from maxtext_lite.kernels.mosaic import mosaic_attention
 from maxtext_lite.kernels.splash import MostTokens, splash_attention
 from maxtext_lite.models import Scoring
-from maxtext_lite.models import attention as attention_module
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention, tiled_attention
 from maxtext_lite.operations.kernel_references import plain_attention
-from maxtext_lite.parallel import MESH_AXES, make_mesh, vmap_over_data
+from maxtext_lite.parallel import vmap_over_data
+from tests.meshes import mesh_of
 from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,
     SINK,
-    H,
-    K,
     assert_close,
     inputs,
     with_gradients,
@@ -151,10 +149,7 @@ def test_bfloat16_stays_close_and_the_gradient_of_float32_sinks_is_float32(kerne
 @pytest.mark.parametrize("kernel", ["mosaic", "mha", "cudnn_masked"])
 def test_replicas_are_apart_and_heads_and_rows_lie_on_their_devices(kernel):
     arrays = inputs(32, rows=8)
-    mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2},
-        dict.fromkeys(MESH_AXES, 1),
-    )
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     scoring = Scoring(scale=0.4) if kernel == "mha" else Scoring(scale=0.4, window=9)
     sink = SINK if kernel == "mosaic" else None
 
@@ -220,29 +215,3 @@ def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
         with_gradients(lambda *x: mosaic_attention(*x, scoring=EVERYTHING))
     )(*arrays)
     assert_close(found, exact.attention(*arrays, scoring=EVERYTHING))
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "value_dim", "scoring", "shards", "lacks"),
-    [
-        (3, H, Scoring(), 1, "multiple of 3 kv heads"),
-        (K, 8, Scoring(), 1, "values of another width"),
-        (K, H, Scoring(soft_cap=2.0), 1, "soft cap"),
-        (K, H, Scoring(), 2, "2 shards"),
-    ],
-)
-def test_what_a_kernel_lacks_is_refused(
-    num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch
-):
-    monkeypatch.setattr(attention_module, "context_shards", lambda: shards)
-    *arrays, _ = inputs(16, num_kv_heads=num_kv_heads, value_dim=value_dim)
-    with pytest.raises(ValueError, match=lacks):
-        attention(*arrays, kernel="cudnn_flash", strategy="ring", scoring=scoring)
-
-
-def test_splash_refuses_a_length_that_its_blocks_do_not_divide():
-    *arrays, _ = inputs(100)
-    with pytest.raises(
-        ValueError, match="max_target_length=100 to be a multiple of 128"
-    ):
-        splash_attention(*arrays, interpret=True)

@@ -1,7 +1,6 @@
 """Dropless experts on every kind of mesh against sums over all experts in float64; what is exchanged."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,9 @@ from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.experts import FURTHER_ROUNDS, ExpertWeights, dropless
 from maxtext_lite.parallel import (
-    MESH_AXES,
-    make_mesh,
     sharding,
 )
+from tests.meshes import mesh_of
 from tests.models import exact
 
 B, T, D, F, E, J = 8, 16, 16, 8, 8, 2
@@ -49,13 +47,6 @@ def by_hand(expert, **how):
 def assert_close(found, expected, tolerance=1e-5):
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
-
-
-def mesh_of(**sizes):
-    sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(
-        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
-    )
 
 
 def with_gradients(x, share, weights, g, expert, shape=SHAPE):

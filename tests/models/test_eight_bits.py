@@ -3,7 +3,6 @@
 The recipe by hand loops over rows and knows no jax: what of it is eight bits is numpy's and ml_dtypes'.
 """
 
-import math
 import re
 from fractions import Fraction
 
@@ -15,11 +14,11 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.kernels.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.experts import ExpertWeights, Routing, dropless, with_capacity
 from maxtext_lite.models.ops import number_format, project
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, vmap_over_data
+from maxtext_lite.parallel import sharding, vmap_over_data
+from tests.meshes import mesh_of
 from tests.models import exact
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0}
@@ -117,22 +116,13 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
 
     @jax.jit
     def run(x):
-        scaled = in_eight_bits(
-            x, largest_magnitude(x, (1,)), number_format(word).forward
-        )
+        scaled = number_format(word).scaled(x, (1,))
         return scaled.scale, scaled.numbers.astype(jnp.float32) * scaled.scale
 
     scales, found = jax.device_get(run(rows))
     np.testing.assert_array_equal(scales[:3], scale)
     np.testing.assert_array_equal(found[:4], rows[:4])
     assert not np.isfinite(found[4:]).all(1).any()
-
-
-def mesh_of(**sizes):
-    sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(
-        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
-    )
 
 
 def test_a_projection_is_that_of_the_recipe_on_every_mesh():

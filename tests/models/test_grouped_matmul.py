@@ -11,12 +11,11 @@ import pytest
 
 from maxtext_lite.kernels.grouped_matmul import on_hopper, on_tpu
 from maxtext_lite.models.experts import (
-    grouped_matmul,
-    grouped_matmul_transposed,
+    grouped_kernel,
     in_blocks,
 )
-from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu
+from tests.meshes import mesh_of
 
 U, IN, OUT, E = 9, 5, 4, 3
 RNG = np.random.default_rng(0)
@@ -46,10 +45,10 @@ def by_loop(x, weight, sizes, g):
 
 
 def with_gradients(x, weight, sizes, g, kernel="ragged_dot"):
-    y, back = jax.vjp(
-        lambda x, weight: grouped_matmul(x, weight, sizes, kernel), x, weight
-    )
-    return y, *back(g)
+    matmul = grouped_kernel(kernel, x.dtype)
+    g = g.astype(x.dtype)
+    dx = matmul.by_rows_transposed(g, weight, sizes)
+    return matmul.by_rows(x, weight, sizes), dx, matmul.over_rows(x, g, sizes)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +108,7 @@ def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes)
 def test_bfloat16_sums_in_float32():
     x, weight, g = (array.astype(jnp.bfloat16) for array in arrays())
     y, dx, dweight = jax.jit(with_gradients)(x, weight, SIZES[0], g.astype(np.float32))
-    assert (y.dtype, dx.dtype, dweight.dtype) == (
-        jnp.float32,
-        jnp.bfloat16,
-        jnp.bfloat16,
-    )
+    assert y.dtype == dx.dtype == dweight.dtype == jnp.float32
     want = by_loop(x, weight, SIZES[0], g)
     for got, right, tolerance in zip(
         (y, dx, dweight), want, (1e-5, 0.05, 0.05), strict=True
@@ -130,9 +125,9 @@ def test_those_of_int8_are_exact(kernel):
 
     @jax.jit
     def run(x, weight, size, g):
-        return grouped_matmul(x, weight, size, kernel), grouped_matmul_transposed(
-            g, weight, size, kernel
-        )
+        matmul = grouped_kernel(kernel, x.dtype)
+        dx = matmul.by_rows_transposed(g, weight, size)
+        return matmul.by_rows(x, weight, size), dx
 
     y, dx = run(x, weight, SIZES[0], g)
     assert y.dtype == dx.dtype == jnp.int32
@@ -142,7 +137,6 @@ def test_those_of_int8_are_exact(kernel):
 
 # ---- For NVIDIA -----------------------------------------------------------------------------------------------------
 
-ONES = dict.fromkeys(MESH_AXES, 1)
 IN_WIDE, OUT_WIDE = 256, 128
 
 
@@ -178,7 +172,7 @@ def test_for_nvidia_no_operand_has_every_row_for_every_group():
 def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
     """Where it is installed. It asks the default device what it is, and is told."""
     pytest.importorskip("tokamax")
-    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
+    with absent_gpu(monkeypatch, mesh_of()):
         text = lowered_for_cuda("tokamax")
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
     assert "dot_general" not in text
@@ -202,7 +196,7 @@ def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch):
         for width in (IN_WIDE, OUT_WIDE)
     )
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
-    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
+    with absent_gpu(monkeypatch, mesh_of()):
         jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(
             lowering_platforms=("cuda",)
         )

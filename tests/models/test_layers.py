@@ -15,8 +15,8 @@ from maxtext_lite.models.layers import (
     Embedding,
     projections,
 )
-from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.mesh import partition_spec
+from tests.meshes import mesh_of
 
 SHAPE = DecoderShape(
     vocab_size=11,
@@ -27,7 +27,6 @@ SHAPE = DecoderShape(
     mlp_dim=12,
     num_layers=7,
 )
-ONES = dict.fromkeys(MESH_AXES, 1)
 
 
 def module_and_state(make, dtype=np.float32):
@@ -68,7 +67,7 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
             nnx.merge(graph, state)(tokens, positions, jnp.bfloat16).astype(jnp.float32)
         )
 
-    with jax.set_mesh(make_mesh(ONES, ONES, jax.devices()[:1])):
+    with jax.set_mesh(mesh_of()):
         found = jax.jit(jax.grad(total))(state)
     for name, row in (("table", 3), ("positions", 1)):
         gradient = np.float32(found[name][...])
@@ -96,7 +95,7 @@ def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_
             for y in projections(x_BTD, attention.query, attention.key, attention.value)
         )
 
-    with jax.set_mesh(make_mesh(ONES | {"tensor": 2}, ONES, jax.devices()[:2])):
+    with jax.set_mesh(mesh_of(tensor=2)):
         found = list(
             constraints_in(
                 jax.make_jaxpr(jax.grad(total))(np.ones((2, 16, 8), np.float32)).jaxpr

@@ -15,7 +15,8 @@ from maxtext_lite.kernels.splash import MostTokens, splash_attention
 from maxtext_lite.models import Scoring
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention
-from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
+from maxtext_lite.parallel import context_order, sharding
+from tests.meshes import mesh_of
 from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,
@@ -38,12 +39,7 @@ KERNELS = {
 
 def on_shards(arrays, sink=None, *, kernel="tiled", sizes, **how):
     """The compiled function of the arrays as they lie on the shards, these, and the mesh."""
-    count = math.prod(sizes.values())
-    mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | sizes,
-        dict.fromkeys(MESH_AXES, 1),
-        jax.devices()[:count],
-    )
+    mesh = mesh_of(**sizes)
     order = context_order(arrays[0].shape[1], sizes["context"])
     run = with_gradients(lambda *x: KERNELS[kernel](*x, **how))
     axes = ("batch", "length", "activation_heads", None)

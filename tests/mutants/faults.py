@@ -6,8 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from tests.mutants.reached import functions
-
 TABLE = Path(__file__).parent / "faults.yml"
 
 
@@ -21,7 +19,7 @@ class Fault:
       file: Path of the source, below the root of the repository.
       old: The lines that are replaced. They occur once in the file.
       new: The lines that replace them.
-      function: `path:name` of the function whose tests are run. Stated where `old` is not inside a function.
+      seen_by: The test that must fail, as pytest names it.
     """
 
     name: str
@@ -29,7 +27,7 @@ class Fault:
     file: str
     old: str
     new: str
-    function: str = ""
+    seen_by: str
 
     def plant(self, root: Path) -> str:
         """Replaces the lines under `root`; returns the file's text as it was.
@@ -49,27 +47,7 @@ class Fault:
         path.write_text(planted)
         return text
 
-    def target(self, root: Path) -> str:
-        """`path:name` of the innermost function that holds the lines, or the one that is stated."""
-        if self.function:
-            return (
-                self.function
-                if ":" in self.function
-                else f"{self.file}:{self.function}"
-            )
-        text = (root / self.file).read_text()
-        line = text[: text.index(self.old)].count("\n") + 1
-        around: list[tuple[int, str]] = []
-        for name, node in functions(text):
-            if node.lineno <= line <= (node.end_lineno or 0):
-                around.append((node.lineno, name))
-        if not around:
-            raise ValueError(
-                f"{self.name}: its lines are in no function of {self.file}. State the function."
-            )
-        return f"{self.file}:{max(around)[1]}"
 
-
-def read_faults(path: Path = TABLE) -> list[Fault]:
+def read_faults() -> list[Fault]:
     """All faults of the table."""
-    return [Fault(**row) for row in yaml.load(path.read_text(), yaml.CSafeLoader)]
+    return [Fault(**row) for row in yaml.load(TABLE.read_text(), yaml.CSafeLoader)]

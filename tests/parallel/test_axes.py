@@ -1,21 +1,17 @@
 """Logical axes become PartitionSpecs through one table; collectives along them; replicas have contiguous rows."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxtext_lite.parallel import (
-    MESH_AXES,
     all_gather_for_compute,
     axes_in_use,
     constrain,
     exchanged,
     gathered,
     largest,
-    make_mesh,
     num_shards,
     over_shards,
     scattered_sum,
@@ -24,13 +20,7 @@ from maxtext_lite.parallel import (
     summed,
     with_dims,
 )
-
-
-def mesh_of(**sizes):
-    sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(
-        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
-    )
+from tests.meshes import mesh_of
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,13 @@ from maxtext_lite.parallel import (
     bytes_of_host,
     exchange,
     make_largest_of_hosts,
-    make_mesh,
     on_first_host,
     value_of_host,
 )
 from maxtext_lite.parallel import (
     hosts as between_hosts,
 )
-from maxtext_lite.parallel.mesh import MESH_AXES
+from tests.meshes import mesh_of
 from tests.parallel.wire import NUM_HOSTS, joined_hosts
 
 
@@ -97,10 +96,7 @@ def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
 
 
 def test_the_largest_number_of_all_hosts_is_found():
-    ones = dict.fromkeys(MESH_AXES, 1)
-    largest_of_hosts = make_largest_of_hosts(
-        make_mesh(ones | {"data": 4, "tensor": 2}, ones)
-    )
+    largest_of_hosts = make_largest_of_hosts(mesh_of(data=4, tensor=2))
     assert int(largest_of_hosts(0)) == 0
     largest = largest_of_hosts(2)
     assert int(largest) == 2

@@ -1,5 +1,6 @@
 """Every launcher's variables are understood, a single process starts nothing, and errors take one line."""
 
+import jax._src.clusters.cloud_tpu_cluster as tpu_cluster
 import pytest
 
 from maxtext_lite.config import UserError
@@ -76,23 +77,11 @@ def test_the_three_variables_come_first():
     )
 
 
-def test_slurms_coordinator_is_the_first_node_at_a_port_of_the_job():
+def test_jax_finds_slurms_first_node():
     found = told(SLURM)
     assert (found.num_processes, found.process_id) == (8, 5)
-    assert found.address == f"gpu-007:{61440 + 4242 % 4096}"
-    assert found.stated_by == f"{found.address} (SLURM_STEP_NODELIST=gpu-[007-008])"
-    assert found.method is None
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node[001,007-015],host2", "node001"),
-        ("rack2-n[3,5]-ib,x", "rack2-n3-ib"),
-    ],
-)
-def test_the_first_of_slurms_nodes(nodes, first):
-    assert told({**SLURM, "SLURM_STEP_NODELIST": nodes}).address.split(":")[0] == first
+    assert (found.address, found.method) == ("", "slurm")
+    assert found.stated_by == "SLURM_STEP_NODELIST=gpu-[007-008]"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +91,6 @@ def test_the_first_of_slurms_nodes(nodes, first):
             {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"},
             None,
         ),  # one process on each node has all its GPUs
-        ({}, (1,)),  # one GPU each, as jax has it
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (2, 3)),
         ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # SLURM has bound the task to its GPU
         ({"JAX_LOCAL_DEVICE_IDS": "7"}, None),  # jax reads it
@@ -113,7 +101,7 @@ def test_tasks_of_one_node_share_its_gpus(changes, devices):
     assert told({**SLURM, **changes}).local_device_ids == devices
 
 
-@pytest.mark.parametrize(("gpus", "devices"), [(8, (2, 3)), (4, (1,)), (0, (1,))])
+@pytest.mark.parametrize(("gpus", "devices"), [(8, (2, 3)), (4, (1,)), (0, None)])
 def test_without_a_list_the_gpus_that_the_node_has_are_shared(
     gpus, devices, monkeypatch
 ):
@@ -121,19 +109,14 @@ def test_without_a_list_the_gpus_that_the_node_has_are_shared(
     assert told(SLURM).local_device_ids == devices
 
 
-def test_an_address_or_a_port_that_is_stated_replaces_the_launchers():
+def test_an_address_that_is_stated_replaces_the_launchers():
     assert told({**SLURM, "JAX_COORDINATOR_ADDRESS": "head:99"}).address == "head:99"
-    assert told({**SLURM, "JAX_COORDINATOR_PORT": "99"}).address == "gpu-007:99"
 
 
-def test_open_mpis_coordinator_is_where_its_launcher_runs():
-    found = told(OPEN_MPI)
-    port = 61440 + (1531576320 // 4096) % 4096
-    assert (found.num_processes, found.process_id, found.address) == (
-        4,
-        2,
-        f"10.96.0.1:{port}",
-    )
+def test_jax_finds_the_machine_of_open_mpis_launcher():
+    found = told({**OPEN_MPI, "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert (found.num_processes, found.process_id) == (4, 2)
+    assert (found.address, found.method) == ("", "ompi")
     assert found.local_device_ids == (0,)
     five = {
         key: value for key, value in OPEN_MPI.items() if key != "OMPI_MCA_orte_hnp_uri"
@@ -141,66 +124,64 @@ def test_open_mpis_coordinator_is_where_its_launcher_runs():
     assert told({**five, "JAX_COORDINATOR_ADDRESS": "head:99"}).address == "head:99"
 
 
-def test_gke_counts_the_hosts_of_all_slices():
-    found = told(GKE, on_tpu=True)
-    assert (found.num_processes, found.process_id, found.method) == (8, 5, "gketpu")
-    assert found.stated_by == "MEGASCALE_COORDINATOR_ADDRESS=slice-0-0.job"
-    one = {key: value for key, value in GKE.items() if not key.startswith("MEGASCALE")}
-    assert told(one, on_tpu=True).num_processes == 4
-    assert (
-        told({**one, "TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True).num_processes == 4
-    )  # as GKE sets it
-    assert told({"TPU_WORKER_HOSTNAMES": "localhost"}, on_tpu=True) is None
+@pytest.mark.parametrize(
+    ("without", "processes"), [("", (8, 5, "gketpu")), ("MEGASCALE", (4, 1, "gketpu"))]
+)
+def test_gke_counts_the_hosts_of_all_slices(without, processes, monkeypatch):
+    monkeypatch.setattr(tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(
+        tpu_cluster, "get_tpu_env_value_from_metadata", lambda key: None
+    )
+    for variable, text in GKE.items():
+        if not without or not variable.startswith(without):
+            monkeypatch.setenv(variable, text)
+    found = told({}, on_tpu=True)
+    assert (found.num_processes, found.process_id, found.method) == processes
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES", raising=False)
+    assert told({}, on_tpu=True) is None
 
 
-def tpu_vm(workers, number, environment=""):
-    told_of = {
-        "worker-network-endpoints": workers,
-        "agent-worker-number": number,
-        "tpu-env": environment,
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_tpu_vm_is_asked_for_its_metadata(hosts, monkeypatch):
+    metadata = {
+        "worker-network-endpoints": ",".join(["10.1.0.1", "10.1.0.2"][:hosts]),
+        "agent-worker-number": "0",
+        "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-8'",
     }
-    return lambda attribute: told_of[attribute]
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(tpu_cluster, "get_metadata", lambda key: (metadata[key], 200))
+    found = told({}, on_tpu=True)
+    assert (found and found.method) == (None if hosts == 1 else "gcetpu")
 
 
-def test_a_tpu_vm_is_asked_for_its_metadata():
-    pod = "unknown:unknown:10.1.0.1,unknown:unknown:10.1.0.2"
-    found = told({}, on_tpu=True, metadata=tpu_vm(pod, "1"))
-    assert (found.num_processes, found.process_id, found.method) == (2, 1, "gcetpu")
-    slices = "ACCELERATOR_TYPE: 'v5litepod-8'\nMEGASCALE_NUM_SLICES: '3'\nMEGASCALE_SLICE_ID: '2'\n"
-    found = told({}, on_tpu=True, metadata=tpu_vm(pod, "1", slices))
-    assert (found.num_processes, found.process_id) == (6, 5)
-    assert told({}, on_tpu=True, metadata=tpu_vm("10.1.0.1", "0")) is None  # one host
-    assert told({}, on_tpu=True, metadata=lambda attribute: "") is None  # no TPU VM
-    assert (
-        told({"TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True, metadata=tpu_vm(pod, "1"))
-        is None
-    )  # as GKE sets it
+def test_without_metadata_a_machine_with_tpus_is_alone(monkeypatch):
+    def no_server(key):
+        raise ConnectionError
+
+    monkeypatch.setattr(tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(tpu_cluster, "get_metadata", no_server)
+    assert told({}, on_tpu=True) is None
 
 
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
+        ({**STATED, "JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 .*Nearest that works: 3"),
         (
             {**STATED, "JAX_COORDINATOR_ADDRESS": "localhost"},
             "JAX_COORDINATOR_ADDRESS=localhost",
         ),
-        ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 .*Nearest that works: 7"),
-        (
-            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
-            "SLURM_STEP_TASKS_PER_NODE=many",
-        ),
         (
             {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
-            "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 .*Nearest that works: 3",
+            "6 GPUs equally. Nearest that works: 3",
         ),
         (
             {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""},
             "JAX_COORDINATOR_ADDRESS=host:port",
-        ),
-        (
-            {**GKE, "MEGASCALE_SLICE_ID": "2"},
-            "MEGASCALE_SLICE_ID=2 .*Nearest that works: 1",
         ),
     ],
 )

@@ -6,25 +6,23 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import (
-    MESH_AXES,
     context_order,
     context_shards,
     from_all_shards,
     in_context_order,
     in_token_order,
-    make_mesh,
     over_shards,
     own_shard,
     sharding,
     sum_to_shards,
     to_next_shard,
 )
+from tests.meshes import mesh_of
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "context": 4}
-    return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1))
+    return mesh_of(data=2, context=4)
 
 
 @pytest.mark.fast

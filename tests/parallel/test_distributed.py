@@ -7,6 +7,7 @@ import subprocess
 from types import SimpleNamespace
 
 import jax
+import jax._src.clusters.cloud_tpu_cluster as tpu_cluster
 import pytest
 
 from maxtext_lite.config import UserError
@@ -160,13 +161,17 @@ def test_a_port_that_is_taken_is_refused():
 
 @pytest.mark.parametrize("platforms", ["tpu,cpu", "cpu"])
 def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monkeypatch):
+    joined = []
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
-    monkeypatch.setenv("TPU_WORKER_ID", "5")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "0")
+    monkeypatch.setattr(tpu_cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setattr(
         distributed.jax, "config", SimpleNamespace(jax_platforms=platforms)
     )
-    if platforms == "cpu":
-        assert start_devices() == jax.devices()
-    else:
-        with pytest.raises(UserError, match="TPU_WORKER_ID=5"):
-            start_devices()
+    monkeypatch.setattr(
+        distributed, "_join_the_others", lambda found, _: joined.append(found)
+    )
+    start_devices()
+    assert [found.process_id for found in joined] == [1] * ("tpu" in platforms)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives, parse
-from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, vmap_over_data
+from maxtext_lite.parallel import Pipeline, vmap_over_data
+from tests.meshes import mesh_of
 
 AXES = {"x": ("batch", None), "label": ("batch",)}
 
@@ -18,15 +19,6 @@ def layers(stack, rows):
         return jnp.tanh(x @ w) + rows["label"][:, None], None
 
     return rows | {"x": jax.lax.scan(layer, rows["x"], stack)[0]}
-
-
-def mesh_of(**sizes):
-    count = int(np.prod([*sizes.values()]))
-    return make_mesh(
-        {a: sizes.get(a, 1) for a in MESH_AXES},
-        dict.fromkeys(MESH_AXES, 1),
-        jax.devices()[:count],
-    )
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_
     found = verdict(waiting, waiting, stamp("c", "reading", seconds=301), waiting)
     assert found.code == 76
     assert found.text.startswith(
-        "nothing moves: process 2 on c in reading of step 7 for 301 s"
+        "no progress: process 2 on c in reading of step 7 for 301 s"
     )
 
 

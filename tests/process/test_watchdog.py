@@ -127,7 +127,7 @@ def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     assert three.found() == [None] * 3
     three.passes(10)
     (text,) = three.texts()
-    assert text.startswith("nothing moves: process 1 on ")
+    assert text.startswith("no progress: process 1 on ")
     assert "in reading of step 2" in text
 
 
@@ -225,5 +225,5 @@ def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
         timeout=60,
     )
     assert ended.returncode == 76
-    assert ended.stderr.startswith("error: nothing moves: process 0")
+    assert ended.stderr.startswith("error: no progress: process 0")
     assert 'File "<string>", line 5 in <module>' in ended.stderr

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from maxtext_lite.models import Adapted, Decoder, Lora
-from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
+from maxtext_lite.parallel import Pipeline, tree_shardings
 from maxtext_lite.post_training.transfer import Transfer, sampling_mesh
+from tests.meshes import mesh_of
 from tests.rl.test_rollout import LLAMA, parameters
 
 LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
@@ -20,8 +21,7 @@ def test_parameters_come_from_adapters_and_pipelines_of_other_devices():
     trainer = Decoder(
         TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2)
     )
-    sizes = dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    mesh = mesh_of(stage=2, fsdp=2)
     host = parameters(trainer)
     params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
     sampler = Decoder(dataclasses.replace(TRAINED, lora=None))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.parallel import sharding, tree_shardings
 from maxtext_lite.training.checkpoint import Checkpointer, TrainProgress, fingerprint
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
@@ -31,6 +30,7 @@ from maxtext_lite.training.state import (
     state_shardings,
 )
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
+from tests.meshes import mesh_of
 
 _TINY = """
 vocab_size=264 base_emb_dim=16 base_num_query_heads=4 base_num_kv_heads=2 head_dim=4 base_mlp_dim=24
@@ -46,9 +46,7 @@ def norm(tree):
     return np.sqrt(sum(squares))
 
 
-ONE_DEVICE = make_mesh(
-    dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1]
-)
+ONE_DEVICE = mesh_of()
 NOT_OF_PARAMETERS = {
     "attention": "dot_product",
     "context_strategy": "all_gather",
@@ -162,12 +160,8 @@ class Setup:
 @functools.cache
 def make_setup(*overrides, replicas=None, pipeline=None, objective=None, **mesh_sizes):
     config = load_config(None, [*TINY, *overrides])
-    sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
-    if pipeline:
-        sizes["stage"] = pipeline.num_stages
-    mesh = make_mesh(
-        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
-    )
+    stages = {"stage": pipeline.num_stages} if pipeline else {}
+    mesh = mesh_of(**mesh_sizes, **stages)
     decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     return Setup(

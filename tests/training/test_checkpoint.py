@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, sharding
+from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training import saving
 from maxtext_lite.training.checkpoint import (
     Checkpointer,
@@ -30,6 +30,7 @@ from maxtext_lite.training.parameter_files import (
     save_parameters,
     whole_checkpoint,
 )
+from tests.meshes import mesh_of
 from tests.training.conftest import COUNTS, TINY
 
 NEXT = dataclasses.replace(COUNTS, step=10)
@@ -353,8 +354,7 @@ def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(
 
 def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():
     """Two of three layers have experts: to a circular pipeline of two rounds, and back to one stack of layers."""
-    ones = dict.fromkeys(MESH_AXES, 1)
-    where = sharding(make_mesh(ones, ones, jax.devices()[:1]))
+    where = sharding(mesh_of())
 
     def stacks(*dims):
         def leaf(num_layers, *rest):

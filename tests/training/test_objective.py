@@ -13,7 +13,7 @@ import pytest
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.weights import load_hf_parameters
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.parallel import sharding
 from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import objective_of
@@ -22,6 +22,7 @@ from maxtext_lite.training.state import StepContext, make_decoder
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
+from tests.meshes import abstract_parameters, mesh_of
 from tests.training.conftest import LENGTH
 
 torch = pytest.importorskip("torch")
@@ -72,20 +73,13 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkey
     ).model_copy(update=update)
     source, _ = open_sources(config)
     assert len(source) == 2  # six conversations, packed
-    ones = dict.fromkeys(MESH_AXES, 1)
-    mesh = make_mesh(ones, ones, jax.devices()[:1])
+    mesh = mesh_of()
     decoder = make_decoder(config, "cpu")
     batch = {
         name: np.stack([source[row][name] for row in range(len(source))])[None]
         for name in source.fields
     }
-    abstract = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=place
-        ),
-        decoder.abstract_params,
-        tree_shardings(mesh, decoder.axes),
-    )
+    abstract = abstract_parameters(decoder, mesh)
     params = load_hf_parameters(directory, abstract, "HF_DIR")
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         parts = StepContext(decoder, make_optimizer(config, decoder.axes), mesh, config)

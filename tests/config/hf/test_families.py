@@ -279,24 +279,10 @@ def test_two_original_lengths_of_a_scaling_become_the_one_that_counts_and_names_
 # ---- When two models are the same ----------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
-    base, sizes = load_config(), set(model_keys(LLAMA, "x")) - set(DEFAULTS)
-    others = {
-        "model_name",
-        "capacity_factor",
-    }  # a name, and a limit that training sets itself
-    rest = {
-        key
-        for key in set(ModelConfig.model_fields) - set(DEFAULTS) - sizes
-        if not key.startswith("lora_")
-    }
-    assert rest <= others
-    mappings = ("mla", "rope_scaling", "position_temperature")
-    values = {
-        key: getattr(base, key) or {} if key in mappings else getattr(base, key)
-        for key in DEFAULTS
-    }
-    assert values == dict(DEFAULTS)
+def test_a_directory_decides_every_key_of_the_model_but_its_name_and_what_training_sets():
+    left = set(ModelConfig.model_fields) - set(model_keys(LLAMA, "x"))
+    adapters = {key for key in left if key.startswith("lora_")}
+    assert left - adapters == {"model_name", "capacity_factor"}
 
 
 KEYS = {
