@@ -438,9 +438,7 @@ def mlp_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
     """The module of a layer's mlp; that of experts is imported with the first model that has some."""
     if shape.experts is None:
         return Mlp
-    from maxtext_lite.models.moe import MixtureOfExperts
-
-    return MixtureOfExperts
+    return resolve("maxtext_lite.models.moe:MixtureOfExperts")
 
 
 class DecoderLayer(nnx.Module):
