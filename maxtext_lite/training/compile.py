@@ -1,7 +1,4 @@
-"""The compiled programs of a run, kept for its next start in jax's persistent compilation cache.
-
-Tested with jax 0.10.2 and 0.11.2, in which `LRUCache` is private.
-"""
+"""The compiled programs of a run, kept for its next start in jax's persistent compilation cache."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.lru_cache import LRUCache
 from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
@@ -25,7 +21,6 @@ from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import RunConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import bytes_text
-from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import abandon
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import sharding
@@ -36,11 +31,9 @@ from maxtext_lite.training.step import TRAIN_BATCH_AXES
 DIRECTORY = ".compiled"
 _WHERE = "jax_compilation_cache_dir"
 _LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
-_ABANDONED_SECONDS = 3600.0
 _CPU = Path("/proc/cpuinfo")
 
 _found: Counter[int] = Counter()
-_put = LRUCache.put
 
 
 def keep_compiled(config: RunConfig) -> None:
@@ -50,10 +43,8 @@ def keep_compiled(config: RunConfig) -> None:
     stays, and JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. A run in a bucket keeps nothing.
     """
     if (kept := _directory(config)) is not None:
-        _remove_parts(kept)
         jax.config.update(_WHERE, str(kept))
     jax.monitoring.register_event_listener(_note)
-    LRUCache.put = _put_whole
 
 
 @contextlib.contextmanager
@@ -82,25 +73,6 @@ def _directory(config: RunConfig) -> Path | None:
 def num_found() -> int:
     """The number of programs that this thread has found in the cache so far."""
     return _found[threading.get_ident()]
-
-
-def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
-    """Writes an entry atomically. Jax never replaces one: after a kill, a partial one would cost a compilation at every
-    start."""
-    entry = Path(str(self.path)) / f"{key}-cache"
-    if self.eviction_enabled or not entry.parent.is_dir():  # with a file beside each entry, or in a bucket
-        _put(self, key, value)
-    elif not entry.exists():
-        with replacing(entry) as part:
-            part.write_bytes(value)
-
-
-def _remove_parts(kept: Path) -> None:
-    """Removes what killed processes, on any machine, left half-written more than an hour ago."""
-    for part in kept.glob("*-cache.*"):
-        with contextlib.suppress(OSError):  # another start removes it too, or may not
-            if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
-                part.unlink()
 
 
 def _note(event: str, **_: object) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 
 import jax
 
@@ -38,47 +39,45 @@ def require_one_config(config: Config) -> None:
     Raises:
       UserError: on every process, with each key that differs and two of its values.
     """
-    if jax.process_count() == 1:
+    num_processes = jax.process_count()
+    if num_processes == 1:
         return
     phases.advance()
-    call, process, here = next(_calls), jax.process_index(), _about(config)
-    if process == 0:
-        put_text(f"{call}/first", json.dumps(here))
-        different = _found_by_others(call, here)
-        put_text(f"{call}/different", json.dumps(different))
-    else:
-        first = json.loads(wait_for_text(f"{call}/first"))
-        keys = {*here, *first}
-        own = {key: here.get(key, "") for key in sorted(keys) if here.get(key) != first.get(key)}
-        put_text(f"{call}/{process}", json.dumps(own))
-        different = json.loads(wait_for_text(f"{call}/different"))
-    if different:
-        raise UserError(different)
+    call = next(_calls)
+    put_text(f"{call}/{jax.process_index()}", json.dumps(_describe(config)))
+    if jax.process_index() == 0:
+        descriptions = [json.loads(wait_for_text(f"{call}/{process}")) for process in range(num_processes)]
+        put_text(f"{call}/problems", json.dumps(_find_problems(descriptions)))
+    problems = json.loads(wait_for_text(f"{call}/problems"))
+    if problems:
+        raise UserError(problems)
 
 
-def _found_by_others(call: int, first: dict[str, str]) -> list[str]:
-    """The problems that the first process tells: each key at the first other process where it differs."""
-    found: dict[str, tuple[int, str]] = {}
-    for other in range(1, jax.process_count()):
-        for key, value in json.loads(wait_for_text(f"{call}/{other}")).items():
-            found.setdefault(key, (other, value))
-    problems: list[str] = []
-    for key, (other, value) in found.items():
-        usual = value_text(first.get(key, ""))
-        problems.append(
-            f"{key}={usual} on process 0, but {value_text(value)} on process {other}: the processes of a run need the "
-            f"same. Nearest that works: {key}={usual} on all."
-        )
-    return problems
+def _find_problems(descriptions: Sequence[dict[str, str]]) -> list[str]:
+    """A sentence on each key that differs from process 0's, at the first process where it does."""
+    first = descriptions[0]
+    problems: dict[str, str] = {}
+    for process, description in enumerate(descriptions):
+        for key in sorted({*first, *description}):
+            here, there = first.get(key, ""), description.get(key, "")
+            if here != there and key not in problems:
+                usual = value_text(here)
+                problems[key] = (
+                    f"{key}={usual} on process 0, but {value_text(there)} on process {process}: the processes of a run "
+                    f"need the same. Nearest that works: {key}={usual} on all."
+                )
+    return list(problems.values())
 
 
-def _about(config: Config) -> dict[str, str]:
+def _describe(config: Config) -> dict[str, str]:
     """What must be the same on all processes, as text."""
     kinds = sorted({device.device_kind for device in jax.local_devices()})
-    versions = {f"version of {package}": version for package, version in package_versions().items()}
-    values = {
-        key: without_secrets(full_text(value))
-        for key, value in config
-        if key not in MAY_DIFFER or isinstance(value, SourceList)  # the paths of a mixture give its sources their names
-    }
-    return values | versions | {"kind of device": " and ".join(kinds)}
+    description = {"kind of device": " and ".join(kinds)}
+    for package, version in package_versions().items():
+        description[f"version of {package}"] = version
+    for key, value in config:
+        if key not in MAY_DIFFER or isinstance(
+            value, SourceList
+        ):  # the paths of a mixture give its sources their names
+            description[key] = without_secrets(full_text(value))
+    return description

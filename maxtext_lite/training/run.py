@@ -250,35 +250,42 @@ class TrainingRun:
         Raises:
           UserError: the checkpoint is of another run, or a source has changed or would exceed its max_epochs.
         """
-        abstract = self.abstract_state
         if self._saved and self._saved.latest_step() is not None:
-            state, counts = self._saved.restore(abstract)
-            self._mix(counts)
-            done = counts.step, counts.examples_seen
-            self.parts = with_total_steps(
-                self.parts, self.config, self.plan, self._own, last=self.plan.length.end_after(*done)[0]
-            )
-            self._saved.starts = append_restart(self._saved.starts, self.config, self.plan, *done)
-            self.plan = resumed(self.config, self.plan, step=done[0], examples_seen=done[1])
-            if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
-                none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
-                state = dataclasses.replace(state, skipped_in_a_row=none)
-            return state, counts
+            return self._restore(self._saved)
         self._mix(TrainProgress())
         if self._saved:
             self._saved.starts = append_restart([], self.config, self.plan, 0, 0)
-        path = self.config.load_parameters_path
-        if path:  # before any compilation, as it may be missing or not fit
-            reader, adapters = reader_of(path), None
-            if reader is None:
-                params = load_parameters(path, abstract.plain_params, "load_parameters_path")
-            else:
-                params = reader.load(abstract.plain_params, "load_parameters_path")
-                if reader.lora is not None:
-                    where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-                    adapters = reader.load_adapters(params, where)
-            return state_from(self.parts, params, self.config.seed, adapters), TrainProgress()
+        if self.config.load_parameters_path:
+            return self._load_parameters(self.config.load_parameters_path), TrainProgress()
         return init_state(self.parts, self.config.seed), TrainProgress()
+
+    def _restore(self, saved: CheckpointReader) -> tuple[TrainState, TrainProgress]:
+        abstract = self.abstract_state
+        state, counts = saved.restore(abstract)
+        self._mix(counts)
+        step, examples_seen = counts.step, counts.examples_seen
+        last, _ = self.plan.length.end_after(step, examples_seen)
+        self.parts = with_total_steps(self.parts, self.config, self.plan, self._own, last=last)
+        saved.starts = append_restart(saved.starts, self.config, self.plan, step, examples_seen)
+        self.plan = resumed(self.config, self.plan, step=step, examples_seen=examples_seen)
+        if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
+            none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
+            state = dataclasses.replace(state, skipped_in_a_row=none)
+        return state, counts
+
+    def _load_parameters(self, path: str) -> TrainState:
+        """A new state with the parameters of a run or a Hugging Face directory."""
+        wanted = self.abstract_state.plain_params
+        adapters = None
+        reader = reader_of(path)
+        if reader is None:
+            params = load_parameters(path, wanted, "load_parameters_path")
+        else:
+            params = reader.load(wanted, "load_parameters_path")
+            if reader.lora is not None:
+                where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
+                adapters = reader.load_adapters(params, where)
+        return state_from(self.parts, params, self.config.seed, adapters)
 
     def _mix(self, counts: TrainProgress) -> None:
         seen = counts.examples_seen, counts.tokens_seen
