@@ -1,6 +1,5 @@
 """Print batch size, learning rate, weight decay, warm-up and ramp from published laws. Needs no jax."""
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -9,13 +8,12 @@ from collections.abc import Callable, Sequence
 from maxtext_lite.analysis.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, budget_of, timescale
 from maxtext_lite.analysis.recommendation import UTILIZATION, LegalBatch, Machine, Ramp, Recommendation, recommend
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
+from maxtext_lite.cli import ArgumentParser, bounded, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.config.records import json_text
 
-_MOST = 1e21  # tokens or parameters
-_LEAST_LOSS, _MOST_LOSS = 0.01, 100
+_COUNT = bounded(real_number, 1, 1e21)  # of tokens or parameters
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,15 +24,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite advise", description=__doc__)
     config_arguments(parser)
-    parser.add_argument(
-        "--tokens", type=real_number, required=True, help="training tokens of the whole run, such as 100e9"
-    )
-    parser.add_argument("--parameters", type=real_number, help="model size, such as 8e9 (default: the config's)")
-    parser.add_argument("--loss", type=real_number, help="target loss of the run, for Kaplan's law")
+    parser.add_argument("--tokens", type=_COUNT, required=True, help="training tokens of the whole run, such as 100e9")
+    parser.add_argument("--parameters", type=_COUNT, help="model size, such as 8e9 (default: the config's)")
+    parser.add_argument("--loss", type=bounded(real_number, 0.01, 100), help="target loss of the run, for Kaplan's law")
     machine_arguments(parser, "memory and time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse(argv)
-    _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
     if config.run_kind == "rl":
         raise UserError("advise knows laws of pre-training, none of reinforcement learning. Use a config for train.")
@@ -45,18 +40,6 @@ def main(argv: Sequence[str]) -> int:
     found = recommend(config, budget, Machine(arguments.devices, arguments.hosts, device))
     print(json_text(found.to_json(), indent=2, default=float) if arguments.json else _text(found))
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    problems: list[str] = []
-    for name, most in (("tokens", _MOST), ("parameters", _MOST), ("loss", _MOST_LOSS)):
-        value = getattr(arguments, name)
-        least = _LEAST_LOSS if name == "loss" else 1
-        if value is not None and not least <= value <= most:
-            nearest = most if value > most else least
-            problems.append(f"--{name}={value:g} must be from {least:g} to {most:g}. Nearest that works: {nearest:g}.")
-    if problems:
-        raise UserError(problems)
 
 
 def _text(found: Recommendation) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from maxtext_lite.analysis.branching import WORSE, critical_batch
 from maxtext_lite.analysis.page import write_page
 from maxtext_lite.analysis.run_data import read_runs
-from maxtext_lite.cli import ArgumentParser, check_at_least_one, check_one_host, local_path, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.records import json_text
 from maxtext_lite.train import finish
@@ -54,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
       UserError: the run, its checkpoint or a factor is not suitable.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    check_at_least_one(arguments, "steps")
     from maxtext_lite.analysis.branches import Branches
     from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.loop import train
@@ -98,7 +97,7 @@ def _parser() -> ArgumentParser:
         "--factors", type=_factors, default="0.5,1,2,4", help="batch sizes relative to the run's (default: 0.5,1,2,4)"
     )
     others = "with factor 1; the other branches see the same examples"
-    parser.add_argument("--steps", type=whole_number, required=True, help=others)
+    parser.add_argument("--steps", type=at_least_one, required=True, help=others)
     rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"
     parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
     parser.add_argument("--output", type=local_path, help="directory for the branches (default: RUN_DIR-branches-STEP)")

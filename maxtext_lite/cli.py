@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
-from maxtext_lite.config.errors import did_you_mean, sanitize_for_terminal, value_text
+from maxtext_lite.config.errors import did_you_mean, number_text, sanitize_for_terminal, value_text
 from maxtext_lite.config.hints import key_hint, override_hint, override_meant
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.keys import known_keys
@@ -149,19 +149,16 @@ def key_arguments(parser: ArgumentParser, kind: type[BaseModel]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
 
 
-_MOST_DIGITS = 400
-
-
 def whole_number(text: str) -> int:
-    """The whole number of an option; the plan refuses one that is too large.
+    """The whole number of an option, as in YAML.
 
     Raises:
       argparse.ArgumentTypeError: it is not a whole number.
     """
-    try:
-        return int(_number_text(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value_text(text)} is not a whole number") from None
+    value = _scalar(text)
+    if isinstance(value, int):
+        return value
+    raise argparse.ArgumentTypeError(f"{value_text(text)} is not a whole number")
 
 
 def real_number(text: str) -> float:
@@ -170,24 +167,44 @@ def real_number(text: str) -> float:
     Raises:
       argparse.ArgumentTypeError: it is not a number.
     """
+    value = _scalar(text)
+    if isinstance(value, int | float) and value == value:
+        return value
+    raise argparse.ArgumentTypeError(f"{value_text(text)} is not a number")
+
+
+def _scalar(text: str) -> object:
     try:
-        value = float(_number_text(text))
+        value = parse_value(text).value
     except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{value_text(text)} is not a number")
-    return value
+        return None
+    return None if isinstance(value, bool) else value
 
 
-def _number_text(text: str) -> str:
-    """The first digits of a number, without those that Python reads and YAML does not: 1_000 and ١٢.
+Number = TypeVar("Number", int, float)
 
-    Raises:
-      ValueError: it has such digits.
-    """
-    if "_" in text or not text.isascii():
-        raise ValueError(text)
-    return text[:_MOST_DIGITS]
+
+def bounded(parse: Callable[[str], Number], least: Number, most: float = math.inf) -> Callable[[str], Number]:
+    """The type of an option whose number is from `least` to `most`."""
+
+    def check(text: str) -> Number:
+        value = parse(text)
+        if least <= value <= most:
+            return value
+        bounds = f"at least {number_text(least)}"
+        if most != math.inf:
+            bounds = f"from {number_text(least)} to {number_text(most)}"
+        nearest = number_text(least if value < least else most)
+        rule = f"{value_text(value)} must be {bounds}. Nearest that works: {nearest}"
+        raise argparse.ArgumentTypeError(rule)
+
+    return check
+
+
+at_least_one = bounded(whole_number, 1)
+"""The type of an option that counts something."""
+tolerance = bounded(real_number, 0, 1)
+"""The type of an option for a relative difference."""
 
 
 def local_path(text: str) -> Path:
@@ -211,18 +228,6 @@ def run_path(text: str) -> Path:
     return local_copy(text, "RUN_DIR") if is_bucket(text) and not path_problem(text, of_run=True) else local_path(text)
 
 
-def check_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuses values below 1 of options that count something.
-
-    Raises:
-      UserError: with every such option.
-    """
-    values = {option: getattr(arguments, option.replace("-", "_")) for option in options}
-    wrong = [f"--{option}={value_text(value)}" for option, value in values.items() if value is not None and value < 1]
-    if wrong:
-        raise UserError(f"{stated} must be at least 1. Nearest that works: 1." for stated in wrong)
-
-
 def check_one_host(num_hosts: int, command: str) -> None:
     """Refuses several hosts.
 
@@ -231,17 +236,6 @@ def check_one_host(num_hosts: int, command: str) -> None:
     """
     if num_hosts > 1:
         raise UserError(f"{command} runs on one host, and there are {num_hosts}. Nearest that works: 1.")
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Refuses a relative tolerance outside [0, 1].
-
-    Raises:
-      UserError: it is outside.
-    """
-    if tolerance is not None and not 0 <= tolerance <= 1:
-        near = min(max(tolerance, 0), 1)
-        raise UserError(f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {near:g}.")
 
 
 Keys = TypeVar("Keys", bound=BaseModel)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, check_at_least_one, config_arguments, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, at_least_one, config_arguments, run_command, whole_number
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.records import json_text
@@ -21,14 +21,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--devices", type=whole_number, metavar="N", help="simulate N CPU devices (default: the real ones)"
     )
-    parser.add_argument("--hosts", type=whole_number, metavar="H", help="with --devices: number of hosts")
+    parser.add_argument("--hosts", type=at_least_one, metavar="H", help="with --devices: number of hosts")
     parser.add_argument(
         "--topology",
         metavar="NAME",
         help="a machine you do not have: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu), h100:8 (CUDA plugin)",
     )
     parser.add_argument(
-        "--slices", type=whole_number, metavar="S", help="with --topology: number of equal slices (default 1)"
+        "--slices", type=at_least_one, metavar="S", help="with --topology: number of equal slices (default 1)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse(argv)
@@ -63,7 +63,6 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             problems.append(f"{option}={value_text(value)} needs {owner}, which is not given.")
     if problems:
         raise UserError(problems)
-    check_at_least_one(arguments, "hosts", "slices")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from maxtext_lite.batching.topology import MOST_DEVICES
-from maxtext_lite.cli import ArgumentParser, run_command, whole_number
-from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
-from maxtext_lite.config.errors import full_text, setting_text, value_text
+from maxtext_lite.cli import ArgumentParser, bounded, run_command, whole_number
+from maxtext_lite.config import Config, ConfigError, UserError, load_config
+from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.hf.maxtext import Translation, translate
 from maxtext_lite.hf.maxtext_command import read_command
 
@@ -36,13 +36,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="a MaxText config or command line; -: stdin"
     )
-    parser.add_argument("--devices", type=whole_number, help="devices of the run, to round a batch as MaxText does")
+    parser.add_argument(
+        "--devices",
+        type=bounded(whole_number, 1, MOST_DEVICES),
+        help="devices of the run, to round a batch as MaxText does",
+    )
     parser.add_argument("--ignore-unknown", action="store_true", help="list keys that MaxText does not have as losses")
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
-    if arguments.devices is not None and not 1 <= arguments.devices <= MOST_DEVICES:
-        message = f"--devices={value_text(arguments.devices)} must be from 1 to {MOST_DEVICES}."
-        raise UserError(str(Refusal("", message, (1 if arguments.devices < 1 else MOST_DEVICES,))))
     stated = read_command(argv[:start], arguments.words)
     found = translate(
         stated.values,

@@ -4,7 +4,7 @@ import argparse
 import functools
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from maxtext_lite.batching import (
 from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.cli import (
     ArgumentParser,
-    check_at_least_one,
+    at_least_one,
+    bounded,
     config_arguments,
     local_path,
     machine_arguments,
@@ -32,7 +33,7 @@ from maxtext_lite.cli import (
     run_command,
     whole_number,
 )
-from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_config
+from maxtext_lite.config import Config, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
@@ -41,6 +42,7 @@ from maxtext_lite.config.records import json_text
 from maxtext_lite.console import complain
 
 _MOST_DRAWN = 50_000
+_GIGABYTES = bounded(real_number, 0.001, 1e6)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         platform=arguments.platform or (device.platform if device else "gpu"),
     )
     if arguments.draw or arguments.draw_to:
-        return _draw(config, plan, arguments.draw_to)
+        return _draw(plan, arguments.draw_to)
     if before is not None:
         plan = resumed(config, plan, step=done[0], examples_seen=done[1])
         settings = changed_settings(read_config(arguments.config).config, config)
@@ -102,7 +104,7 @@ def _parser() -> ArgumentParser:
         help="number of training examples (default: counted, for num_epochs and mixtures)",
     )
     parser.add_argument(
-        "--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes); default: that of --device"
+        "--device-memory-gb", type=_GIGABYTES, help="memory of a device in GB (1e9 bytes); default: that of --device"
     )
     parser.add_argument(
         "--platform", choices=("cpu", "gpu", "tpu"), help="platform of the devices (default: that of --device, or gpu)"
@@ -112,7 +114,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--draw-to", type=local_path, metavar="FILE.svg", help="draw it to a file instead of the terminal"
     )
-    parser.add_argument("--compile", type=whole_number, metavar="N", help="compile the best N of the plans found")
+    parser.add_argument("--compile", type=at_least_one, metavar="N", help="compile the best N of the plans found")
     parser.add_argument(
         "--from",
         dest="run",
@@ -136,8 +138,16 @@ def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[in
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
     """Prints the best plans for a global batch, and the arguments of the first one."""
-    config = _config_to_solve(arguments, has_device=device is not None)
-    assert device is not None
+    if device is None:
+        raise UserError(
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
+            "links: --device, as in --device=h200, is missing."
+        )
+    if arguments.draw or arguments.draw_to:
+        raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")
+    config = load_config(arguments.config, arguments.overrides)
+    topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
+    check_machine(config, topology)
     num_examples = arguments.examples
     if num_examples is None and config.num_epochs:
         num_examples = _count_examples(config)
@@ -149,7 +159,6 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
         device_memory_gb=memory_gb,
         platform=device.platform,
     )
-    topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
     found = rank(config, topology, device, plan_of)
     line = _arguments_of(found[0], arguments)
     outcome: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
@@ -158,43 +167,14 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
         ratios = f"{MEASURED[0]:.1f} to {MEASURED[1]:.1f}"
         complain(f"Times are least times, at the peaks of the device: on an H200, steps took {ratios} times as long.")
     if arguments.compile is not None:
-        from maxtext_lite.analysis.program_difference import (
-            compare,
-            comparison_text,
-        )  # imports jax, only when requested
+        from maxtext_lite.analysis.program_difference import compare, comparison_text  # imports jax
 
-        compared = compare(found[: arguments.compile], device)
-        outcome["compiled"] = compared
+        outcome["compiled"] = compare(found[: arguments.compile], device)
         if not arguments.json:
-            print(f"\n{comparison_text(compared)}")
+            print(f"\n{comparison_text(outcome['compiled'])}")
     if arguments.json:
         print(json_text(outcome, indent=2))
     return 0
-
-
-def _config_to_solve(arguments: argparse.Namespace, *, has_device: bool) -> Config:
-    """The config whose batch is to be split.
-
-    Raises:
-      UserError: with every problem of the config or else of the machine, and of the arguments beside them.
-    """
-    problems: list[str] = []
-    if not has_device:
-        problems.append(
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
-            "links: --device, as in --device=h200, is missing."
-        )
-    if arguments.draw or arguments.draw_to:
-        problems.append("--draw shows one plan: use it with the arguments that plan prints as the best.")
-    try:
-        check_at_least_one(arguments, "compile")
-        config = load_config(arguments.config, arguments.overrides)
-        check_machine(config, Topology(arguments.devices, arguments.hosts))
-    except UserError as error:
-        raise UserError([*error.problems, *problems]) from None
-    if problems:
-        raise UserError(problems)
-    return config
 
 
 def _is_limited(config: Config) -> bool:
@@ -211,10 +191,11 @@ def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:
     return shlex.join([*file, *stated, *best.settings])
 
 
-def _draw(config: Config, plan: BatchPlan, path: Path | None) -> int:
+def _draw(plan: BatchPlan, path: Path | None) -> int:
     if plan.num_pipeline_stages == 1:
-        message = "--draw pipeline has nothing to show with 1 pipeline stage."
-        raise UserError(str(Refusal("", message, tuple(_with_stages(config, plan)))))
+        stages = divisors(plan.num_devices)[1:2]
+        nearest = f"ici_pipeline_parallelism={stages[0]}" if stages else "--devices=2 ici_pipeline_parallelism=2"
+        raise UserError(f"--draw pipeline has nothing to show with 1 pipeline stage. Nearest that works: {nearest}.")
     shape, schedule = plan.pipeline_shape, plan.pipeline_schedule
     pieces = shape.num_stages * shape.num_repeats * shape.num_microbatches * shape.gradient_accumulation_steps
     if pieces > _MOST_DRAWN:
@@ -228,20 +209,6 @@ def _draw(config: Config, plan: BatchPlan, path: Path | None) -> int:
         raise UserError(f"--draw-to {value_text(path)} cannot be written: {error.strerror}.") from None
     print(f"drew {path}")
     return 0
-
-
-def _with_stages(config: Config, plan: BatchPlan) -> Iterator[str]:
-    """The fewest pipeline stages for which there is a plan, on these devices, or otherwise on two."""
-    key = "ici_pipeline_parallelism"
-    for devices, hosts, machine in ((plan.num_devices, plan.num_hosts, ""), (2, 1, "--devices=2 --hosts=1 ")):
-        for stages in divisors(devices)[1:]:
-            changed = config.model_copy(update={key: stages})
-            try:
-                make_plan(changed, num_devices=devices, num_hosts=hosts, num_examples=plan.num_examples)
-            except UserError:
-                continue
-            yield f"{machine}{key}={stages}"
-            return
 
 
 def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]]:

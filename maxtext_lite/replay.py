@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from maxtext_lite.cli import (
     EXIT_FAILED,
     ArgumentParser,
-    check_tolerance,
-    real_number,
     run_command,
     run_path,
+    tolerance,
     whole_number,
 )
 from maxtext_lite.config.errors import full_text
@@ -44,11 +43,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", action="store_true", help="also score each row alone: text, loss, gradient norm")
     parser.add_argument("--by", choices=("loss", "loss_sum", "grad_norm"), default="loss", help="order of the rows")
     parser.add_argument(
-        "--tolerance", type=real_number, help="relative; 0: equal to the bit, the default on the run's own machine"
+        "--tolerance", type=tolerance, help="relative; 0: equal to the bit, the default on the run's own machine"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
-    check_tolerance(arguments.tolerance)
     from maxtext_lite.analysis.replay import replayed
 
     found = replayed(

@@ -14,13 +14,12 @@ from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.table import aligned
 from maxtext_lite.cli import (
     ArgumentParser,
-    check_at_least_one,
+    at_least_one,
     check_one_host,
     config_arguments,
     local_path,
     real_number,
     run_command,
-    whole_number,
 )
 from maxtext_lite.config import UserError, load_config, write_resolved
 from maxtext_lite.config.errors import bytes_text, setting_text, settings_of
@@ -37,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, arguments.overrides)
     if config.run_kind == "rl":
         raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
-    check_at_least_one(arguments, "steps", "warm-up")
     import jax
 
     from maxtext_lite.analysis.timing import measured
@@ -83,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--steps", type=whole_number, default=8, help="timed steps of each split (default: 8)")
-    parser.add_argument("--warm-up", type=whole_number, default=2, help="warm-up steps before them (default: 2)")
+    parser.add_argument("--steps", type=at_least_one, default=8, help="timed steps of each split (default: 8)")
+    parser.add_argument("--warm-up", type=at_least_one, default=2, help="warm-up steps before them (default: 2)")
     parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
     parser.add_argument(
         "--device-memory-gb", type=real_number, help="memory limit of a train step per device, in GB (1e9 bytes)"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local_path, real_number, run_command
+from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, local_path, run_command, tolerance
 from maxtext_lite.config.records import json_text
 
 if TYPE_CHECKING:
@@ -23,25 +23,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", nargs=2, type=local_path, metavar="RUN_DIR", help="two run directories")
     parser.add_argument(
         "--tolerance",
-        type=real_number,
+        type=tolerance,
         default=0.0,
         help="relative; 0 (default): equal to the bit; 1e-5: for runs that split their batches differently",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
-    runs, tolerance = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
-    check_tolerance(tolerance)
+    runs, within = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
     from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics, rows_of_step
 
-    metrics = compare_metrics(runs, tolerance)
+    metrics = compare_metrics(runs, within)
     found = metrics.difference
     rows = None if found is None or found.evaluation else [rows_of_step(run, found.step) for run in runs]
-    saved = [] if found is not None else compare_checkpoints(runs, tolerance)
+    saved = [] if found is not None else compare_checkpoints(runs, within)
     same = found is None and not any(each.arrays for each in saved)
     if arguments.json:
         print(json_text(_as_json(metrics, saved, rows, same)))
     else:
-        print("\n".join(_text(metrics, saved, rows, tolerance)))
+        print("\n".join(_text(metrics, saved, rows, within)))
     return 0 if same else EXIT_FAILED
 
 

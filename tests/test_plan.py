@@ -89,10 +89,10 @@ def test_no_value_makes_planning_take_long(words, capsys):
 
 
 def test_several_mistakes_are_an_error_line_each(capsys):
-    words = "--devices 8 --hosts 3 global_batch_size=16 per_device_batch_size=auto --draw pipeline"
+    words = "--devices 8 --hosts 3 head_dim=15 run_name=a/b"
     assert run_command(main, words.split()) == 2
     found = [line.split(" ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert found == ["num_hosts=3", "per_device_batch_size=-1", "--draw"]
+    assert found == ["head_dim=15", "run_name=a/b", "num_hosts=3"]
 
 
 def write_lines(path, text, count):

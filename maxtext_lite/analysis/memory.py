@@ -518,7 +518,7 @@ def estimate_activations(
 ) -> int:
     """Bytes per device of the layers' tensors under this schedule."""
     lines = activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator)
-    return MemoryEstimate(tuple(lines), None).activations
+    return MemoryEstimate(tuple(lines), None).most("activations")
 
 
 def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:

@@ -61,10 +61,10 @@ def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, Batc
         if same and found.micro_batch_slots < plan.micro_batch_slots:
             return keys, found
     for keys, found in _planned(config, _stronger_remat(config), plan_of):
-        if found.memory.activations < plan.memory.activations:
+        if found.memory.most("activations") < plan.memory.most("activations"):
             return keys, found
     for keys, found in _planned(config, _more_tiles(config), plan_of):
-        if found.memory.logits < plan.memory.logits:
+        if found.memory.most("logits") < plan.memory.most("logits"):
             return keys, found
     return None
 

@@ -295,8 +295,8 @@ class StepModel:
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
         self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
-        self._state = held.optimizer_state if held else 0
-        self._updated = 2 * (held.params + held.optimizer_state if held else 0) + 8 * shard
+        self._state = held.most("optimizer_state") if held else 0
+        self._updated = 2 * (held.most("params") + held.most("optimizer_state") if held else 0) + 8 * shard
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
         self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)

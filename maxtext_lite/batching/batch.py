@@ -8,7 +8,7 @@ from fractions import Fraction
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import Refusal, fraction_text, number_text
+from maxtext_lite.config.errors import Refusal, number_text
 from maxtext_lite.config.nearest import around, divisors, divisors_around, multiples_around
 
 
@@ -78,7 +78,10 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
     per_device, accumulation = config.per_device_batch_size, config.gradient_accumulation_steps
     stated = config.global_batch_size
     if stated == 0 and (per_device == -1 or accumulation == -1):
-        return _nothing_to_derive_from(per_device, accumulation)
+        key = "per_device_batch_size" if per_device == -1 else "gradient_accumulation_steps"
+        one = {"per_device_batch_size": Fraction(1), "gradient_accumulation_steps": 1}
+        nearest = one if per_device == accumulation else {key: one[key]}
+        return Refusal(key, f"{key}=-1 follows from global_batch_size, which is 0: not stated.", (nearest,))
     if per_device == -1 and accumulation == -1:
         return Refusal(
             "gradient_accumulation_steps",
@@ -92,7 +95,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
             return Refusal(
                 "gradient_accumulation_steps",
                 f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
-                f"{_ratio_text(Fraction(stated, accumulation))} examples per micro-batch, "
+                f"{number_text(Fraction(stated, accumulation))} examples per micro-batch, "
                 "not a whole number.",
                 tuple(divisors_around(stated, accumulation)),
             )
@@ -107,7 +110,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
                 "global_batch_size",
                 f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
                 f"{num_devices} device{'s' * (num_devices != 1)} = {micro} examples) = "
-                f"{_ratio_text(stated / micro)} accumulation "
+                f"{number_text(stated / micro)} accumulation "
                 "steps, not a whole number.",
                 tuple(multiples_around(int(micro), stated)),
             )
@@ -131,28 +134,6 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
     return Batch(per_device, max(config.gradient_accumulation_steps, 1), int(per_device * num_devices))
 
 
-def _ratio_text(value: Fraction) -> str:
-    """A fraction for a message: two decimals where its digits are many and two show that it is not whole."""
-    text = number_text(value)
-    if len(text) <= 8 and "/" not in text:
-        return text
-    text = f"{float(value):.2f}"
-    return fraction_text(value) if text.endswith(".00") else text
-
-
-def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Refusal:
-    if per_device == -1 and accumulation == -1:
-        return Refusal(
-            "per_device_batch_size",
-            "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with "
-            "global_batch_size=0: nothing states the batch size.",
-            ({"per_device_batch_size": Fraction(1), "gradient_accumulation_steps": 1},),
-        )
-    key = "per_device_batch_size" if per_device == -1 else "gradient_accumulation_steps"
-    message = f"{key}=-1 is derived from global_batch_size, which is 0: not stated."
-    return Refusal(key, message, (Fraction(1) if per_device == -1 else 1,))
-
-
 def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) -> Refusal:
     """Refuses a per-device size that is not a whole number of examples over all devices.
 
@@ -165,6 +146,6 @@ def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) 
     return Refusal(
         key,
         f"{key}={number_text(per_device)} x {num_devices} device{'s' * (num_devices != 1)} = "
-        f"{_ratio_text(per_device * num_devices)} examples, not a whole number.",
+        f"{number_text(per_device * num_devices)} examples, not a whole number.",
         tuple(near),
     )

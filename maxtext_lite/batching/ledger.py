@@ -69,15 +69,19 @@ class MemoryEstimate:
         """The lines held at a moment."""
         return tuple(line for line in self.lines if moment in line.moments)
 
+    def bytes_at(self, moment: Moment, *parts: Part) -> int:
+        """Bytes of some parts at a moment; of all, if none is named."""
+        return sum(line.bytes for line in self.at(moment) if not parts or line.part in parts)
+
     @property
     def peak(self) -> Moment:
         """The moment at which most is held."""
-        return max(_ALL, key=lambda moment: sum(line.bytes for line in self.at(moment)))
+        return max(_ALL, key=self.bytes_at)
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return sum(line.bytes for line in self.at(self.peak))
+        return self.bytes_at(self.peak)
 
     @property
     def held(self) -> int:
@@ -88,8 +92,7 @@ class MemoryEstimate:
     @property
     def without_batch(self) -> int:
         """Bytes at the peak of what a batch of any size needs: parameters, optimizer state and gradients."""
-        parts = ("params", "optimizer_state", "gradients")
-        return max(sum(line.bytes for line in self.at(moment) if line.part in parts) for moment in _ALL)
+        return max(self.bytes_at(moment, "params", "optimizer_state", "gradients") for moment in _ALL)
 
     @property
     def fits(self) -> bool:
@@ -98,36 +101,11 @@ class MemoryEstimate:
 
     def at_peak(self, part: Part) -> int:
         """Bytes of a part at the peak; those of all parts add up to the total."""
-        return sum(line.bytes for line in self.at(self.peak) if line.part == part)
+        return self.bytes_at(self.peak, part)
 
     def most(self, part: Part) -> int:
         """Bytes of a part at its own maximum, which need not be at the peak."""
-        return max(sum(line.bytes for line in self.at(moment) if line.part == part) for moment in _ALL)
-
-    @property
-    def params(self) -> int:
-        """Bytes of the stored parameters."""
-        return self.most("params")
-
-    @property
-    def optimizer_state(self) -> int:
-        """Bytes of moments and masters."""
-        return self.most("optimizer_state")
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradients and of their sums."""
-        return self.most("gradients")
-
-    @property
-    def activations(self) -> int:
-        """Bytes of the layers' tensors."""
-        return self.most("activations")
-
-    @property
-    def logits(self) -> int:
-        """Bytes of the loss's tensors."""
-        return self.most("logits")
+        return max(self.bytes_at(moment, part) for moment in _ALL)
 
     def warnings(self, works: str) -> list[str]:
         """A warning if a device has less memory than the step needs.

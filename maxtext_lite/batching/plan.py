@@ -40,7 +40,6 @@ from maxtext_lite.config import BatchConfig, Config, Refusal, UserError, registr
 from maxtext_lite.config.errors import (
     bytes_text,
     counted,
-    fraction_text,
     nearest_clause,
     number_text,
     rounded_text,
@@ -453,7 +452,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refu
         loads = 1 / factor
         return Refusal(
             key,
-            f"{key}={number_text(factor)} is 1/x = {fraction_text(loads)} loads per step, not a whole number.",
+            f"{key}={number_text(factor)} is 1/x = {number_text(loads)} loads per step, not a whole number.",
             (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
         )
     hosts = num_hosts / factor
@@ -464,7 +463,7 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refu
     return Refusal(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-        f"{fraction_text(hosts)} loading hosts, not a whole number.",
+        f"{number_text(hosts)} loading hosts, not a whole number.",
         (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
     )
 
@@ -500,9 +499,6 @@ def refusals(config: Config, topology: Topology, num_examples: int | None = None
     return broken + outcome if isinstance(outcome, list) else broken
 
 
-_MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
-
-
 def make_plan(
     config: Config,
     *,
@@ -524,8 +520,8 @@ def make_plan(
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
-    problems = _data_and_memory_refusals(config, num_examples, device_memory_gb)
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+    problems = _data_refusals(config, num_examples)
     if problems:
         raise UserError(map(str, [*problems, *refusals(config, topology)]))
     plan = _resolve_or_raise(config, topology, num_examples)
@@ -551,24 +547,16 @@ def _resolve_or_raise(config: Config, topology: Topology, num_examples: int | No
     return plan
 
 
-def _data_and_memory_refusals(
-    config: Config, num_examples: int | None, device_memory_gb: float | None
-) -> list[Refusal]:
-    problems: list[Refusal] = []
+def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
     if num_examples is None and config.num_epochs:
         message = (
             f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
             "Give num_examples to make_plan, or --examples N to the command plan."
         )
-        problems.append(Refusal("num_epochs", message))
+        return [Refusal("num_epochs", message)]
     if num_examples is not None and num_examples < 1:
-        problems.append(Refusal("", f"num_examples={value_text(num_examples)}: there is no training example."))
-    if num_examples is not None and num_examples > _MOST_EXAMPLES:
-        message = f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered."
-        problems.append(Refusal("", message, (_MOST_EXAMPLES,)))
-    if device_memory_gb is not None and not 0 < device_memory_gb * 1e9 < math.inf:
-        problems.append(Refusal("", f"device_memory_gb={value_text(device_memory_gb)} must be above 0.", (1,)))
-    return problems
+        return [Refusal("", f"num_examples={value_text(num_examples)}: there is no training example.")]
+    return []
 
 
 def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
@@ -628,10 +616,9 @@ def load_plan(
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     reading = read_config(path, overrides)
     config = reading.config
-    known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
-    problems = _data_and_memory_refusals(config, known, device_memory_gb)
-    usable = None if problems or callable(num_examples) else num_examples
-    if refused := reading.problems([*problems, *refusals(config, topology, usable)]):
+    known = None if callable(num_examples) else num_examples
+    problems = [] if callable(num_examples) else _data_refusals(config, known)
+    if refused := reading.problems([*problems, *refusals(config, topology, None if problems else known)]):
         raise UserError(refused)
     if callable(num_examples):
         num_examples = num_examples(config) if config.num_epochs else None

@@ -4,19 +4,20 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, fraction_text, number_text, short_text
+from maxtext_lite.config.errors import Refusal, number_text, short_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
+_ENDLESS = 2**62  # steps
 _START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
 
 
@@ -259,7 +260,7 @@ def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Refusa
         return [Refusal(_INCREMENT, message, near)]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {fraction_text(steps)} increments, not a whole number."
+        f"{_INCREMENT}={number_text(increment)} is {number_text(steps)} increments, not a whole number."
     )
     return [Refusal(_INCREMENT, message, near)]
 
@@ -275,7 +276,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit:
     return [
         Refusal(
             key,
-            f"{key}={number_text(value)} {times} = {fraction_text(value / unit)} {what}, not a whole number.",
+            f"{key}={number_text(value)} {times} = {number_text(value / unit)} {what}, not a whole number.",
             (*multiples_around(unit, value), _NO_RAMP),
         )
         for key in (_START, _INCREMENT)
@@ -318,16 +319,27 @@ class RunLength:
             return 0
         return max(self.stated_examples - self._whole_batches(self.done[1])[1], 0)
 
+    def _ahead(self, examples_seen: int) -> Iterator[tuple[BatchStage, int]]:
+        """The stages that are not over, each with its steps from there; the last one is endless."""
+        seen = examples_seen
+        for stage, following in itertools.pairwise(self.stages):
+            steps = -(-(following.samples_before - seen) // stage.global_batch_to_train)
+            if steps > 0:
+                yield stage, steps
+                seen += steps * stage.global_batch_to_train
+        yield self.stages[-1], _ENDLESS
+
     @property
     def stages_ahead(self) -> tuple[BatchStage, ...]:
         """The stages that are not over, each with the steps and examples that this start has before it and in it."""
         found: list[BatchStage] = []
         step, seen = self.done
-        for stage, following in itertools.pairwise(self.stages):
-            if steps := max(-(-(following.samples_before - seen) // stage.global_batch_to_train), 0):
-                found.append(replace(stage, first_step=step + 1, num_steps=steps, samples_before=seen))
-                step, seen = step + steps, seen + steps * stage.global_batch_to_train
-        return (*found, replace(self.stages[-1], first_step=step + 1, samples_before=seen))
+        for stage, steps in self._ahead(seen):
+            num_steps = None if steps == _ENDLESS else steps
+            found.append(replace(stage, first_step=step + 1, num_steps=num_steps, samples_before=seen))
+            step += steps
+            seen += steps * stage.global_batch_to_train
+        return tuple(found)
 
     def step_examples(self, examples_seen: int) -> int:
         """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.
@@ -370,11 +382,10 @@ class RunLength:
     def examples_after(self, steps: int, examples_seen: int) -> int:
         """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
         left, seen = steps, examples_seen
-        for stage, following in itertools.pairwise(self.stages):
-            batch = stage.global_batch_to_train
-            steps = min(left, max(-(-(following.samples_before - seen) // batch), 0))
-            left, seen = left - steps, seen + steps * batch
-        seen += left * self.stages[-1].global_batch_to_train
+        for stage, steps_of_stage in self._ahead(examples_seen):
+            taken = min(left, steps_of_stage)
+            left -= taken
+            seen += taken * stage.global_batch_to_train
         return seen if self.stated_examples is None else max(min(seen, self.stated_examples), examples_seen)
 
     def steps_within(self, examples_seen: int, end: int) -> int:
@@ -385,16 +396,14 @@ class RunLength:
         """(whole batches that fit before the end of the data, examples seen after them)."""
         assert self.stated_examples is not None
         steps, seen = 0, examples_seen
-        for stage, following in itertools.pairwise(self.stages):
-            batch = stage.global_batch_to_train
-            fitting = max(self.stated_examples - seen, 0) // batch
-            to_next_stage = max(-(-(following.samples_before - seen) // batch), 0)
-            if fitting < to_next_stage:
-                return steps + fitting, seen + fitting * batch
-            steps, seen = steps + to_next_stage, seen + to_next_stage * batch
-        batch = self.stages[-1].global_batch_to_train
-        fitting = max(self.stated_examples - seen, 0) // batch
-        return steps + fitting, seen + fitting * batch
+        for stage, steps_of_stage in self._ahead(examples_seen):
+            fitting = max(self.stated_examples - seen, 0) // stage.global_batch_to_train
+            taken = min(fitting, steps_of_stage)
+            steps += taken
+            seen += taken * stage.global_batch_to_train
+            if taken < steps_of_stage:
+                break
+        return steps, seen
 
 
 def derive_length(
@@ -411,7 +420,7 @@ def derive_length(
     if stated is not None and stated.denominator != 1:
         return Refusal(
             "num_epochs",
-            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {fraction_text(stated, 6)} "
+            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {number_text(stated)} "
             "examples, not a whole number.",
             (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
         )
@@ -420,18 +429,13 @@ def derive_length(
     examples = None if stated is None else int(stated)
     length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
     if num_examples is not None and epochs and not length.steps:
-        return _no_step(config, stages[0], num_examples)
+        wanted = stages[0].global_batch_to_train
+        message = (
+            f"num_epochs={number_text(epochs)} is {examples} examples, fewer than the {wanted} of one batch, and "
+            "last_batch=drop trains whole batches only: no step."
+        )
+        return Refusal("num_epochs", message, (Fraction(wanted, num_examples), {"last_batch": "train"}))
     return length
-
-
-def _no_step(config: Config, first: BatchStage, num_examples: int) -> Refusal:
-    total, wanted = int(config.num_epochs * num_examples), first.global_batch_to_train
-    return Refusal(
-        "num_epochs",
-        f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
-        f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
-        (Fraction(wanted, num_examples), {"last_batch": "train"}),
-    )
 
 
 def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:

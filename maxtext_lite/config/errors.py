@@ -13,7 +13,6 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
-_MOST_DIGITS, _MOST_DECIMALS = 17, 12  # of a float, and of a fraction
 _AMBIGUOUS = re.compile(r"^['\"\[]|^(?:~|null|Null|NULL)$|, | or |\s#|(^|\s)\w+=")
 
 
@@ -39,14 +38,14 @@ class WriteError(UserError):
 
 
 def number_text(value: int | float | Fraction) -> str:
-    """`value` as in a config file: 16, 0.25, 1e-08, or 1/3 where no decimal with a float's digits is exact."""
+    """`value` as in a config file: 16, 0.25, 1e-08, or 1/3 where no float is exact."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-    fraction = Fraction(value)
-    is_float = abs(fraction) < 10**15 and Fraction(repr(float(fraction))) == fraction
-    if fraction.denominator == 1 or is_float:
-        return decimal_text(fraction) or repr(float(fraction))
-    return str(fraction)
+    exact = Fraction(value)
+    if exact.denominator == 1 or abs(exact) > 10**15:
+        return str(exact)
+    decimal = repr(float(exact))
+    return decimal if Fraction(decimal) == exact else str(exact)
 
 
 def short_text(value: int | Fraction) -> str:
@@ -58,25 +57,6 @@ def short_text(value: int | Fraction) -> str:
 def rounded_text(value: float, digits: int = 4) -> str:
     """A number for reading, rounded to `digits` digits, or to a whole number if that has more, up to 15."""
     return f"{value:.0f}" if 10**digits - 0.5 <= abs(value) < 1e15 else f"{value:.{digits}g}"
-
-
-def decimal_text(fraction: Fraction) -> str:
-    """A fraction with a point and at most 12 decimals; "" where these are not exact."""
-    unit = 10**_MOST_DECIMALS
-    if unit % fraction.denominator:
-        return ""
-    whole, rest = divmod(abs(fraction.numerator) * (unit // fraction.denominator), unit)
-    decimals = f".{rest:0{_MOST_DECIMALS}}".rstrip(".0")
-    return f"{'-' if fraction < 0 else ''}{whole}{decimals}"
-
-
-def fraction_text(value: Fraction, digits: int = 4) -> str:
-    """A number that is not whole, for reading: in `digits` digits, or in more where it would look whole in these."""
-    for enough in range(digits, _MOST_DIGITS):
-        text = f"{float(value):.{enough}g}"
-        if Fraction(text).denominator != 1:
-            return text
-    return decimal_text(value) or number_text(value)
 
 
 _LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # but not abfs://CONTAINER@
@@ -139,24 +119,16 @@ def settings_of(keys: Mapping[str, object]) -> list[str]:
     return [f"{key}={setting_text(value)}" for key, value in keys.items()]
 
 
-_LONGEST_WORD = 400
-_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 _LONGEST_LINE = 4000
 
 
 def sanitize_for_terminal(problem: str) -> str:
-    """A problem as one line for a terminal: control characters escaped, and what is too long shortened.
+    """A problem as one line for a terminal: control characters escaped, and shortened if it is very long.
 
     Every message that quotes the command line or a file passes through here.
     """
     line = full_text(" ".join(problem.split("\n")))
-    line = _LONG_WORD.sub(_shortened, line)
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]}[...]{line[-_LONGEST_LINE // 2 :]}"
-
-
-def _shortened(word: re.Match[str]) -> str:
-    left_out = len(word[0]) - 90
-    return f"{word[0][:60]}[{left_out:,} characters]{word[0][-30:]}"
 
 
 def install_text(extra: str) -> str:
@@ -271,6 +243,5 @@ def writing(path: str | Path) -> Generator[None]:
 
 def cannot_write(path: str | Path, error: OSError) -> str:
     """The sentence about what could not be written, and why."""
-    names = (error.filename2, error.filename)  # of two, the second is written
-    named = next((name for name in names if isinstance(name, str | Path)), path)
-    return f"{full_text(named)} cannot be written: {error.strerror or error}."
+    named = error.filename2 or error.filename or path  # of two, the second is written
+    return f"{full_text(str(named))} cannot be written: {error.strerror or error}."

@@ -268,18 +268,8 @@ def planned_kernel(config: Config, accelerator: Accelerator, num_context_shards:
 
 def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_context_shards: int) -> list[str]:
     """Why a kernel cannot run; first what no other device and no other package would change."""
-    traits, length = kernel_named(kernel), config.max_target_length
-    reasons: list[str] = []
-    if not is_there(traits.computes):
-        reasons.append("it is not installed")
-    if config.dtype not in traits.dtypes:
-        reasons.append(f"it does not compute in dtype={config.dtype}")
-    if lacks := lacking(kernel, needs_of(config)):
-        reasons.append(f"it does not support {' or '.join(lacks)}")
-    if length % (multiple := token_multiple(kernel, num_context_shards)):
-        reasons.append(f"max_target_length={length} is not a multiple of {multiple}")
-    if num_context_shards > 1 and not traits.context_shards:
-        reasons.append(f"it takes whole examples, not those of {num_context_shards} context shards")
+    traits = kernel_named(kernel)
+    reasons = _unsuited(kernel, config, num_context_shards)
     if traits.platform not in (None, accelerator.platform):
         return [*reasons, f"it runs on {traits.platform}, not on {accelerator.platform}"]
     if traits.capabilities and accelerator.compute_capability not in traits.capabilities:
@@ -292,25 +282,35 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
     return reasons
 
 
+def _unsuited(kernel: str, config: Config, num_context_shards: int) -> list[str]:
+    """Why a kernel runs a config on no device."""
+    traits, length = kernel_named(kernel), config.max_target_length
+    reasons: list[str] = []
+    if not is_there(traits.computes):
+        reasons.append("it is not installed")
+    if config.dtype not in traits.dtypes:
+        reasons.append(f"it does not compute in dtype={config.dtype}")
+    if lacks := lacking(kernel, needs_of(config)):
+        reasons.append(f"it does not support {' or '.join(lacks)}")
+    if length % (multiple := token_multiple(kernel, num_context_shards)):
+        reasons.append(f"max_target_length={length} is not a multiple of {multiple}")
+    if num_context_shards > 1 and not traits.context_shards:
+        reasons.append(f"it takes whole examples, not those of {num_context_shards} context shards")
+    return reasons
+
+
 def unknown_to_kernel(config: Config) -> Refusal | None:
     """A kernel named by `attention` that runs this config on no platform."""
     name = config.attention
-    if name == "auto":
+    reasons = [] if name == "auto" else _unsuited(name, config, 1)
+    if not reasons:
         return None
-    kernel, length, others = kernel_named(name), config.max_target_length, tuple[object, ...](("dot_product",))
-    if not is_there(kernel.computes):
-        return refuse(config, "attention", "is not installed", *others)
-    if config.dtype not in kernel.dtypes:
-        rule = f"does not compute in dtype={config.dtype}"
-        return refuse(config, "attention", rule, {"dtype": "bfloat16"}, *others)
-    if length % (multiple := kernel.token_multiple):
-        rule = f"needs max_target_length={length} to be a multiple of {multiple}"
-        return refuse(config, "attention", rule, *others)
-    if not (lacks := lacking(name, needs := needs_of(config))):
-        return None
-    if not lacking(name, dataclasses.replace(needs, documents=False)):
-        others = ("cudnn_masked", {"packing": False})
-    return refuse(config, "attention", f"does not support {' or '.join(lacks)}", *others)
+    nearest: tuple[object, ...] = ("dot_product",)
+    if config.dtype not in kernel_named(name).dtypes:
+        nearest = ({"dtype": "bfloat16"}, "dot_product")
+    elif not lacking(name, dataclasses.replace(needs_of(config), documents=False)) and "documents" in reasons[0]:
+        nearest = ("cudnn_masked", {"packing": False})
+    return refuse(config, "attention", f"cannot run: {reasons[0]}", *nearest)
 
 
 # ---- Experts -------------------------------------------------------------------------------------------------------

@@ -350,20 +350,16 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
       name: of the key for the user; "": that in `kind`.
     """
     key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
+    field, stated = kind.model_fields[str(detail["loc"][0])], detail["input"]
+    wrong = detail.get("ctx", {}).get("error")
     if detail["type"] == "literal_error":
-        choices = [str(choice) for choice in get_args(kind.model_fields[str(detail["loc"][0])].annotation) if choice]
-        wrong = _no_choice(value, choices)
+        wrong = _no_choice(value, [str(choice) for choice in get_args(field.annotation) if choice])
+    if isinstance(wrong, WrongType):
         return Refusal(key, f"{key}={value} {wrong}", wrong.nearest)
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, WrongType):
-        return Refusal(key, f"{key}={value} {cause}", cause.nearest)
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
-    stated = detail["input"]
     if isinstance(stated, str) and detail["type"] in ("int_type", "float_type"):
         rule = f"is text, not a number{_by_quotes(stated)}"
-    if isinstance(stated, float) and stated.is_integer() and detail["type"] == "int_type":
-        rule = "is written with a point or an exponent, and must be an integer"
-    return Refusal(key, f"{key}={value} {rule}.", _nearest(detail, kind.model_fields[str(detail["loc"][0])]))
+    return Refusal(key, f"{key}={value} {rule}.", _nearest(detail, field))
 
 
 def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:

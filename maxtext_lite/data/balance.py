@@ -44,11 +44,17 @@ class Balance:
     @classmethod
     def of(cls, config: Config, plan: BatchPlan) -> Balance | None:
         """The balance for a run's largest batch; None if no shard waits for another."""
-        replicas, cost = plan.diloco_num_replicas or 1, functools.partial(attended_pairs, config)
+        replicas = plan.diloco_num_replicas or 1
         if plan.layout_shards == replicas:
             return None
-        sizes = plan.layout_shards, replicas, plan.num_pipeline_microbatches, plan.micro_batch_slots
-        return cls(config.balance_attention, cost, *sizes)
+        return cls(
+            is_on=config.balance_attention,
+            cost=functools.partial(attended_pairs, config),
+            num_shards=plan.layout_shards,
+            num_replicas=replicas,
+            num_pieces=plan.num_pipeline_microbatches,
+            num_slots=plan.micro_batch_slots,
+        )
 
     def arranged(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
         """The order in which the examples of a step are laid out, and the imbalance of attention.
@@ -62,12 +68,14 @@ class Balance:
           For each place its example, as an index of `ids`; place j is in micro-batch j % micro_batches, slot
           j // micro_batches.
         """
-        order, documents = np.arange(len(ids)), source.documents(ids)
+        order = np.arange(len(ids))
+        documents = source.documents(ids)
         if documents is None:
             return order, None
         costs = np.bincount(documents.rows, weights=self.cost(documents.lengths), minlength=len(ids))
         slots, micro_batch = np.divmod(np.arange(len(ids)), micro_batches)
-        shards, piece = np.divmod(slots // (self.num_slots // (self.num_shards * self.num_pieces)), self.num_pieces)
+        piece_slots = self.num_slots // (self.num_shards * self.num_pieces)
+        shards, piece = np.divmod(slots // piece_slots, self.num_pieces)
         turns = micro_batch * self.num_pieces + piece
         if self.is_on:
             replicas = shards * self.num_replicas // self.num_shards
@@ -75,10 +83,11 @@ class Balance:
                 own = np.flatnonzero(replicas == replica)
                 order[own] = own[assign_rows(costs[own], turns[own], shards[own])]
             costs = costs[order]
-        num_cells, together = micro_batches * self.num_pieces * self.num_shards, self.num_shards // self.num_replicas
-        totals = np.bincount(turns * self.num_shards + shards, weights=costs, minlength=num_cells)
-        waited = totals.reshape(-1, together).max(axis=1).sum()
-        return order, float(waited * together / totals.sum() - 1)
+        num_turns = micro_batches * self.num_pieces
+        totals = np.bincount(turns * self.num_shards + shards, weights=costs, minlength=num_turns * self.num_shards)
+        waiting_shards = self.num_shards // self.num_replicas  # that wait for each other
+        waited = totals.reshape(-1, waiting_shards).max(axis=1).sum()
+        return order, float(waited * waiting_shards / totals.sum() - 1)
 
 
 def assign_rows(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:
@@ -88,15 +97,18 @@ def assign_rows(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.
       costs: cost of each row.
       turns: turn of each place; `shards`: its shard. A shard gets as many rows of a turn as it has places in it.
     """
-    order, by_cost = np.empty(len(costs), np.int64), np.argsort(-costs, kind="stable")
+    order = np.empty(len(costs), np.int64)
+    by_cost = np.argsort(-costs, kind="stable")
     rows_of_turn = _turns_of_rows(turns, len(np.unique(shards)))
     paid = np.zeros(shards.max(initial=0) + 1)  # by each shard, in the turns so far
     for turn in np.unique(turns):
-        rows, places = by_cost[rows_of_turn == turn], np.flatnonzero(turns == turn)
+        rows = by_cost[rows_of_turn == turn]
+        places = np.flatnonzero(turns == turn)
         room = np.bincount(shards[places], minlength=len(paid))
         owners = _owners(costs[rows], room, paid)
         paid += np.bincount(owners, weights=costs[rows], minlength=len(paid))
-        order[places[np.argsort(shards[places], kind="stable")]] = rows[np.argsort(owners, kind="stable")]
+        places_by_shard = places[np.argsort(shards[places], kind="stable")]
+        order[places_by_shard] = rows[np.argsort(owners, kind="stable")]
     return order
 
 
@@ -105,10 +117,12 @@ def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
 
     Each round over the turns goes in the opposite direction to the last, so that turns differ little too.
     """
-    by_turn, counts = np.argsort(turns, kind="stable"), np.unique(turns, return_counts=True)[1]
+    by_turn = np.sort(turns, kind="stable")
+    counts = np.unique(turns, return_counts=True)[1]
     place = np.arange(len(turns)) - np.repeat(np.cumsum(counts) - counts, counts)
-    layer, turn = place // num_shards, turns[by_turn]
-    return turn[np.lexsort((np.where(layer % 2, -turn, turn), layer))]
+    layer = place // num_shards
+    direction = np.where(layer % 2, -by_turn, by_turn)
+    return by_turn[np.lexsort((direction, layer))]
 
 
 def _owners(costs: np.ndarray, room: np.ndarray, paid: np.ndarray) -> np.ndarray:
@@ -135,15 +149,18 @@ def _swap(owners: np.ndarray, costs: np.ndarray, shards: np.ndarray) -> None:
     """Swaps the two rows that bring the costliest and the cheapest shard closest, as long as this helps."""
     totals = np.bincount(owners, weights=costs)[shards]
     for _ in range(2 * len(shards)):
-        most, least = totals.argmax(), totals.argmin()
+        most = totals.argmax()
+        least = totals.argmin()
         apart = totals[most] - totals[least]
         if totals[most] <= _EVEN_ENOUGH * totals.mean():
             return
-        ours, theirs = (np.flatnonzero(owners == shards[which]) for which in (most, least))
+        ours = np.flatnonzero(owners == shards[most])
+        theirs = np.flatnonzero(owners == shards[least])
         moved = costs[ours][:, None] - costs[theirs]
         one, other = np.unravel_index(np.abs(moved - apart / 2).argmin(), moved.shape)
         if not 0 < moved[one, other] < apart:
             return
-        owners[ours[one]], owners[theirs[other]] = shards[least], shards[most]
+        owners[ours[one]] = shards[least]
+        owners[theirs[other]] = shards[most]
         totals[most] -= moved[one, other]
         totals[least] += moved[one, other]

@@ -32,43 +32,50 @@ class BucketDirectory:
     def _opened(self) -> tuple[Any, str]:
         return file_system(self.url, self.key)
 
-    def _names(self, names: Sequence[str]) -> list[str]:
-        return [f"{self._opened[1]}/{name}" for name in names]
+    @property
+    def _system(self) -> Any:
+        return self._opened[0]
+
+    def _path(self, name: str) -> str:
+        return f"{self._opened[1]}/{name}"
 
     def listed(self) -> dict[str, tuple[int, str]]:
         """(bytes, the store's tag of the content) of each object by its name below the path; {} if there is none."""
-        system, root = self._opened
+        root = self._path("")
         with reaching(self.url, self.key):
-            found = system.find(root, detail=True, withdirs=False)
-        start = len(root) + 1
-        return {name[start:]: (each["size"], str(each.get("etag") or each.get("ETag"))) for name, each in found.items()}
+            found = self._system.find(self._opened[1], detail=True, withdirs=False)
+        listed: dict[str, tuple[int, str]] = {}
+        for path, about in found.items():
+            listed[path[len(root) :]] = (about["size"], str(about.get("etag") or about.get("ETag")))
+        return listed
 
     def read(self, name: str) -> bytes:
         """The content of an object."""
         with reaching(f"{self.url}/{name}", self.key):
-            return self._opened[0].cat_file(*self._names([name]))
+            return self._system.cat_file(self._path(name))
 
     def read_parts(self, names: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
         """Bytes `start` to `stop - 1` of each object, many read at once."""
+        paths = [self._path(name) for name in names]
         with reaching(self.url, self.key):
-            return self._opened[0].cat_ranges(self._names(names), list(starts), list(stops), on_error="raise")
+            return self._system.cat_ranges(paths, list(starts), list(stops), on_error="raise")
 
     def fetch(self, name: str, to: Path) -> None:
         """Copies an object to a file."""
         with reaching(f"{self.url}/{name}", self.key):
-            self._opened[0].get_file(*self._names([name]), str(to))
+            self._system.get_file(self._path(name), str(to))
 
     def fetch_all(self, names: Sequence[str], to: Path) -> None:
         """Copies objects, many at once, to files of the same names below a directory, out of which no name may lead."""
         files = [str(path_below(to, name, self.url)) for name in names]
         with reaching(self.url, self.key):
-            self._opened[0].get(self._names(names), files)
+            self._system.get([self._path(name) for name in names], files)
 
     def create(self, name: str, content: bytes) -> None:
         """Writes an object, unless it exists already."""
         try:
             with reaching(f"{self.url}/{name}", self.key):
-                self._opened[0].pipe_file(*self._names([name]), content, mode="create")
+                self._system.pipe_file(self._path(name), content, mode="create")
         except UserError:
             if name not in self.listed():
                 raise
@@ -76,12 +83,13 @@ class BucketDirectory:
     def upload(self, file: Path, name: str) -> None:
         """Copies a file to an object, which appears once it is complete."""
         with reaching(f"{self.url}/{name}", self.key):
-            self._opened[0].put_file(str(file), *self._names([name]))
-            size = self._opened[0].info(*self._names([name]))["size"]
+            self._system.put_file(str(file), self._path(name))
+            size = self._system.info(self._path(name))["size"]
         if size != file.stat().st_size:
             raise UserError(f"{self.url}/{name} has {size:,} bytes, not the {file.stat().st_size:,} that were written.")
 
     def remove(self, names: Sequence[str]) -> None:
         """Removes objects."""
-        with reaching(self.url, self.key):
-            self._opened[0].rm(self._names(names)) if names else None
+        if names:
+            with reaching(self.url, self.key):
+                self._system.rm([self._path(name) for name in names])

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import storage_errors
-from maxtext_lite.config.json_file import check_file
 from maxtext_lite.data.source import ExampleSource
 from maxtext_lite.data.text_files import json_lines, json_object
 
@@ -49,7 +48,7 @@ def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
     """
     rows: list[ExcludedRow] = []
     try:
-        for where, value in _listed(path) if key else _own_rows(path):
+        for where, value in json_lines(str(path), path, wanted='"row"') if key else _own_rows(path):
             try:
                 rows.append(ExcludedRow.model_validate(value))
             except ValidationError as error:
@@ -61,11 +60,6 @@ def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
     return rows
 
 
-def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    check_file(path)
-    yield from json_lines(str(path), path, wanted='"row"')
-
-
 def _own_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of the file that a run writes, which may be in a bucket; none where there is no such file."""
     try:
@@ -75,10 +69,9 @@ def _own_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield where, json_object(where, line, wanted='"row"')
+    for number, line in enumerate(content.splitlines(), start=1):
+        where = f"{path}:{number}"
+        yield where, json_object(where, line, wanted='"row"')
 
 
 def excluded_text(rows: Iterable[ExcludedRow]) -> str:
@@ -94,17 +87,21 @@ def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = 
     Raises:
       UserError: a row that must be found is not.
     """
-    first, ids, found = 0, dict[int, int](), set[ExcludedRow]()
+    ids: dict[int, int] = {}
+    found: set[ExcludedRow] = set()
+    first = 0
     for name, each in source.named().items():
         for row in rows:
-            if (row.data == each.fingerprint if row.data else row.source == name) and row.row < len(each):
-                ids[first + row.row] = min(row.from_example, ids.get(first + row.row, row.from_example))
+            is_of_source = row.data == each.fingerprint if row.data else row.source == name
+            if is_of_source and row.row < len(each):
+                example_id = first + row.row
+                ids[example_id] = min(row.from_example, ids.get(example_id, row.from_example))
                 found.add(row)
         first += len(each)
-    if key and (strange := [row for row in rows if row not in found]):
-        of_source = f" of the source {strange[0].source}" if strange[0].source else ""
-        fingerprint = " with that fingerprint" if strange[0].data else ""
-        raise UserError(f"{key}: this run's data have no row {strange[0].row:,}{of_source}{fingerprint}.")
+    for row in rows:
+        if key and row not in found:
+            of_source = f" of the source {row.source}" if row.source else ""
+            raise UserError(f"{key}: this run's data have no row {row.row:,}{of_source}.")
     return ids
 
 

@@ -46,7 +46,8 @@ def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
     if not is_bucket(path):
         return user_path(str(path)), None
     remote = BucketDirectory(key, str(path).rstrip("/"))
-    content, where = remote.read(MANIFEST_FILE), f"{remote.url}/{MANIFEST_FILE}"
+    content = remote.read(MANIFEST_FILE)
+    where = f"{remote.url}/{MANIFEST_FILE}"
     manifest = manifest_of(where, json_object(where, content, wanted="a manifest of prepare"))
     entry = cache_directory("buckets") / hashlib.sha256(content).hexdigest()[:32]
     in_place = bucket_scheme(path) == "gs"  # the only scheme that ArrayRecord reads
@@ -71,7 +72,7 @@ def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) ->
     firsts = remote.read_parts(names, [0] * len(names), [END_BYTES] * len(names))
     lasts = remote.read_parts(names, [max(size - END_BYTES, 0) for size in sizes], sizes)
     for shard, first, last in zip(manifest.shards, firsts, lasts, strict=True):
-        if shard.ends not in ("", hashlib.sha256(first + last).hexdigest()):
+        if shard.ends != hashlib.sha256(first + last).hexdigest():
             raise UserError(
                 f"{remote.url}/{shard.file} is not the file that {MANIFEST_FILE} was written for: its ends differ."
             )
@@ -82,7 +83,8 @@ def _check_sizes(remote: BucketDirectory, listed: dict[str, tuple[int, str]], sh
     for shard in shards:
         if shard.file not in listed:
             raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} lists it.")
-        if shard.bytes not in (0, size := listed[shard.file][0]):
+        size = listed[shard.file][0]
+        if shard.bytes != size:
             raise UserError(f"{remote.url}/{shard.file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
 
 
@@ -90,15 +92,12 @@ def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tup
     """Fetches the documents and these shards, unless they are here and complete."""
     if _ends_of(entry / DOCUMENTS_FILE)[0] != 8 * (manifest.documents + 1):
         _fetch_file(remote, DOCUMENTS_FILE, manifest.documents_sha256, entry)
-    due = tuple(
-        shard
-        for shard in shards
-        if not (shard.bytes and shard.ends) or _ends_of(entry / shard.file) != (shard.bytes, shard.ends)
-    )
+    due = tuple(shard for shard in shards if _ends_of(entry / shard.file) != (shard.bytes, shard.ends))
     if not due:
         return
     _check_sizes(remote, remote.listed(), due)
-    num_bytes, free = sum(shard.bytes for shard in due), shutil.disk_usage(entry).free
+    num_bytes = sum(shard.bytes for shard in due)
+    free = shutil.disk_usage(entry).free
     if num_bytes > free:
         raise UserError(
             f"{remote.url} has {num_bytes:,} bytes to be fetched, and {full_text(entry)} has room for {free:,}."

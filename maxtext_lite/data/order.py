@@ -71,11 +71,13 @@ def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarra
     largest = num_examples - 1 + ((num_examples - 1) & (num_examples - 2) == 0)
     half = (max((largest - 1).bit_length(), _LEAST_BITS) + 1) // 2
     kind = np.uint32 if half <= 16 else np.uint64
-    width, mask = kind(half), kind(2**half - 1)
+    width = kind(half)
+    mask = kind(2**half - 1)
     keys = [kind(key) & mask for key in _round_keys(seed)]
 
     def encrypted(x: np.ndarray) -> np.ndarray:
-        left, right = x >> width, x & mask
+        left = x >> width
+        right = x & mask
         for key in keys:
             twice = right | (right << width)  # shifting this to the right rotates `right` to the left
             mixed = ((twice >> (width - kind(1))) & (twice >> (width - kind(8)))) ^ (twice >> (width - kind(2)))
@@ -97,21 +99,28 @@ def _round_keys(seed: int) -> tuple[int, ...]:
 
     Source: ISO C++ 2011, [rand.util.seedseq], for 4 numbers from 1.
     """
-    keys, word = [0x8B8B8B8B] * _ROUNDS, 2**32 - 1
+    keys = [0x8B8B8B8B] * _ROUNDS
+    word = 2**32 - 1
     for k in range(2 * _ROUNDS):
-        here, after, before = k % _ROUNDS, (k + 1) % _ROUNDS, (k - 1) % _ROUNDS
+        here = k % _ROUNDS
+        before = (k - 1) % _ROUNDS
+        after = (k + 1) % _ROUNDS
         second = (k + 2) % _ROUNDS
         if k < _ROUNDS:
             x = keys[here] ^ keys[after] ^ keys[before]
             step = 1664525 * (x ^ (x >> 27)) & word
-            new = (step + (1 if k == 0 else k + seed if k == 1 else k)) & word
-            keys[after], keys[second] = (keys[after] + step) & word, (keys[second] + new) & word
+            new = step + (1 if k == 0 else k)
+            if k == 1:
+                new += seed
+            keys[after] = (keys[after] + step) & word
+            keys[second] = (keys[second] + new) & word
         else:
             x = (keys[here] + keys[after] + keys[before]) & word
             step = 1566083941 * (x ^ (x >> 27)) & word
-            new = (step - here) & word
-            keys[after], keys[second] = keys[after] ^ step, keys[second] ^ new
-        keys[here] = new
+            new = step - here
+            keys[after] ^= step
+            keys[second] ^= new & word
+        keys[here] = new & word
     return tuple(keys)
 
 

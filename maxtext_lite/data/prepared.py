@@ -54,8 +54,8 @@ class Shard:
       sha256: hash of the file's bytes.
       content: SHA-256 of the lengths of its documents, int64, and then its token ids in the manifest's dtype, both
         little-endian: the same for the same text, however it is stored.
-      bytes: size of the file; 0: unknown.
-      ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart; "": unknown.
+      bytes: size of the file.
+      ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart.
     """
 
     file: _Text
@@ -63,8 +63,8 @@ class Shard:
     tokens: _Count
     sha256: _Text
     content: _Text
-    bytes: _Count = 0
-    ends: _Text = ""
+    bytes: _Count
+    ends: _Text
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -312,7 +312,8 @@ def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Cal
     Raises:
       UserError: the file cannot be read, or has another number of records.
     """
-    content, reader = hashlib.sha256(), open_shard(file, records, _IN_ORDER)
+    content = hashlib.sha256()
+    reader = open_shard(file, records, _IN_ORDER)
     for part in lengths:
         content.update(part.astype("<i8").tobytes())
     try:
@@ -370,18 +371,17 @@ def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[Rec
         file = path / shard.file
         check_file(file)
         size, ends = size_and_ends(file)
-        if shard.bytes and size != shard.bytes:
+        if size != shard.bytes:
             raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
-        if shard.ends and ends != shard.ends:
+        if ends != shard.ends:
             raise UserError(f"{file} is not the file that {MANIFEST_FILE} was written for: its ends differ.")
-        if not (shard.bytes and shard.ends):
-            open_shard(file, num_records(shard, manifest))
     return RecordStream(shards or path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
 
 
 def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
     check_file(file)
-    due, size = 8 * (manifest.documents + 1), file.stat().st_size
+    due = 8 * (manifest.documents + 1)
+    size = file.stat().st_size
     if size != due:
         raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {manifest.documents:,} documents: {due:,}.")
     starts = map_array(file)
@@ -401,12 +401,14 @@ def verify(
     Raises:
       UserError: a file is not what the manifest says; names it.
     """
-    manifest, document = stream.manifest, 0
+    manifest = stream.manifest
+    document = 0
     for shard in manifest.shards:
         file = stream.directory / shard.file
         if file_sha256(file) != shard.sha256:
             raise UserError(f"{file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
-        lengths = _lengths(stream, starts, document, document := document + shard.documents)
+        lengths = _lengths(stream, starts, document, document + shard.documents)
+        document += shard.documents
         content = content_of(
             file, num_records(shard, manifest), lengths, lambda record: see(np.frombuffer(record, stream.dtype))
         )

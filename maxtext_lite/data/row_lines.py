@@ -46,13 +46,19 @@ def row_of(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, 
       Lists of equal length: `ids`; `tokens`, as the vocabulary spells them; `weights`, the loss weight of each token as
       a target; `segments`, from 1. The last token of a segment is a target only, if it has a weight.
     """
-    ids, weights, segments = list[int](), list[float](), list[int]()
+    ids: list[int] = []
+    weights: list[float] = []
+    segments: list[int] = []
     for segment in range(1, int(arrays["segments"].max()) + 1):
         places = np.flatnonzero(arrays["segments"] == segment)
-        inputs, targets = arrays["tokens"][places].tolist(), arrays["targets"][places].tolist()
-        of_targets = [int(weight) if weight == int(weight) else weight for weight in arrays["weights"][places].tolist()]
-        is_last_learned = of_targets[-1] != 0
-        ids += [*inputs, *targets[-1:]] if is_last_learned else inputs
-        weights += [0, *of_targets] if is_last_learned else [0, *of_targets[:-1]]
-        segments += [segment] * (len(places) + is_last_learned)
-    return {"ids": ids, "tokens": [tokenizer.spell(token) for token in ids], "weights": weights, "segments": segments}
+        learned = [int(weight) if weight == int(weight) else weight for weight in arrays["weights"][places].tolist()]
+        inputs = arrays["tokens"][places].tolist()
+        if learned[-1]:
+            inputs.append(int(arrays["targets"][places[-1]]))
+        else:
+            del learned[-1]
+        ids += inputs
+        weights += [0, *learned]
+        segments += [segment] * len(inputs)
+    tokens = [tokenizer.spell(token) for token in ids]
+    return {"ids": ids, "tokens": tokens, "weights": weights, "segments": segments}

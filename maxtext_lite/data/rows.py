@@ -40,11 +40,13 @@ reference gives its answers; 0 elsewhere."""
 def count_by_length(document_starts: np.ndarray) -> tuple[np.ndarray, int, int]:
     """Documents by the power of two that their tokens reach, int64 [64], and the fewest and the most tokens."""
     counts = np.zeros(64, np.int64)
-    longest, shortest = 0, 2**62
+    longest = 0
+    shortest = 2**62
     for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_ONCE):
         lengths = np.diff(document_starts[first : first + _DOCUMENTS_AT_ONCE + 1])
         counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
-        longest, shortest = max(longest, int(lengths.max())), min(shortest, int(lengths.min()))
+        longest = max(longest, int(lengths.max()))
+        shortest = min(shortest, int(lengths.min()))
     return counts, shortest, longest
 
 
@@ -208,12 +210,16 @@ def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num
     """
     tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
     weights = np.zeros(num_tokens, np.float32)
-    used, places = 0, _places(num_tokens)
+    used = 0
+    places = _places(num_tokens)
     for segment, (token_ids, target_weights) in enumerate(sequences, start=1):
         slots = len(token_ids) - 1
         here = slice(used, used + slots)
-        tokens[here], targets[here], weights[here] = token_ids[:-1], token_ids[1:], target_weights
-        segments[here], positions[here] = segment, places[:slots]
+        tokens[here] = token_ids[:-1]
+        targets[here] = token_ids[1:]
+        weights[here] = target_weights
+        segments[here] = segment
+        positions[here] = places[:slots]
         used += slots
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
 
@@ -291,7 +297,8 @@ def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledR
             row = with_room[room].pop()
             rooms &= ~(int(not with_room[room]) << room)
         else:
-            room, row = num_tokens, len(rows)
+            room = num_tokens
+            row = len(rows)
             rows.append([])
         rows[row].append(number)
         if left := room - length:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from maxtext_lite.config import UserError
@@ -88,10 +89,11 @@ def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> 
     tasks: list[Task] = []
     pieces: list[Piece] = []
     total = 0
-    for piece, num_bytes in (each for file in files for each in _pieces(file, task_bytes, field)):
+    for piece, num_bytes in itertools.chain.from_iterable(_pieces(file, task_bytes, field) for file in files):
         if pieces and total + num_bytes > task_bytes:
             tasks.append(Task(len(tasks), tuple(pieces), total))
-            pieces, total = [], 0
+            pieces = []
+            total = 0
         pieces.append(piece)
         total += num_bytes
     if pieces:
@@ -115,11 +117,13 @@ def _row_groups(file: InputFile, task_bytes: int, field: str) -> Iterator[tuple[
     with parquet_file(file.name, file.path) as opened:
         check_column(file.name, opened.schema_arrow, field)
         sizes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
-    start, total = 0, 0
+    start = 0
+    total = 0
     for group, size in enumerate(sizes):
         if group > start and total + size > task_bytes:
             yield Piece(file.name, file.path, start, group), total
-            start, total = group, 0
+            start = group
+            total = 0
         total += size
     if sizes:
         yield Piece(file.name, file.path, start, len(sizes)), total

@@ -77,7 +77,8 @@ class TextEncoder:
     """
 
     def __init__(self, config: TextKeys, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.adds_end = tokenizer, config.add_eos
+        self.tokenizer = tokenizer
+        self.adds_end = config.add_eos
         self.in_text: Literal["plain", "encode", "refuse"] = config.special_tokens_in_text
         begin = tokenizer.begin_ids if config.add_bos else ()
         if config.add_bos is True and not begin:
@@ -92,7 +93,8 @@ class TextEncoder:
                 f"special_tokens_in_text=encode has no effect: {config.tokenizer_type} reads special tokens "
                 "in a text as characters. Nearest that works: special_tokens_in_text=plain."
             )
-        self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
+        self.begin_ids = np.array(begin, np.int32)
+        self._num_spelled = 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
         self._names = [*filter(None, tokenizer.special_tokens)]
         self._spelled = self._in_turns = _any_of(self._names)  # what documents, and contents of turns, must not become
@@ -163,19 +165,19 @@ class TextEncoder:
           UserError: a text spells special tokens that it must not spell, or that have no plain characters.
         """
         if rendered:
-            encoded, num_spelled = self.encode_rendered(texts), self.take_num_spelled()
+            encoded = self.encode_rendered(texts)
+            num_spelled = self.take_num_spelled()
         else:
             encoded, num_spelled = self.encode(texts)
         finished: list[np.ndarray] = []
         for token_ids in encoded:
-            ended = self.end(token_ids) if self.adds_end and len(token_ids) else token_ids
-            finished.append(ended if rendered or not len(token_ids) else self.begin(ended))
+            if len(token_ids) and self.adds_end:
+                token_ids = self.end(token_ids)
+            if len(token_ids) and not rendered:
+                token_ids = self.begin(token_ids)
+            finished.append(token_ids.astype(dtype))
         lengths = np.array([len(token_ids) for token_ids in finished], np.int64)
-        stops = np.cumsum(lengths)
-        stream = np.empty(int(lengths.sum()), dtype)
-        for token_ids, stop in zip(finished, stops.tolist(), strict=True):
-            stream[stop - len(token_ids) : stop] = token_ids
-        return EncodedDocuments(stream, lengths, num_spelled)
+        return EncodedDocuments(np.concatenate([np.zeros(0, dtype), *finished]), lengths, num_spelled)
 
     def encode(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
         """The tokens of each document without beginning and end, and how many special tokens they spell.
@@ -228,8 +230,10 @@ class TextEncoder:
 
     def _check_plain(self, parts: Sequence[str | int], token_ids: np.ndarray, is_control: np.ndarray) -> None:
         """Refuses control tokens among those of a text, other than the parts that are such tokens."""
-        found = Counter(token_ids[is_control[token_ids]].tolist())
-        for name in map(self.tokenizer.spell, (each for each, count in found.items() if count > parts.count(each))):
+        for token_id, count in Counter(token_ids[is_control[token_ids]].tolist()).items():
+            if count <= parts.count(token_id):
+                continue
+            name = self.tokenizer.spell(token_id)
             if self.in_text == "refuse":
                 raise UserError(_refusal(name))
             text = "".join(part for part in parts if isinstance(part, str))
@@ -268,7 +272,8 @@ class TextEncoder:
 
     def take_num_spelled(self) -> int:
         """The number of special tokens that contents given to `hide` spell, since the last call."""
-        count, self._num_spelled = self._num_spelled, 0
+        count = self._num_spelled
+        self._num_spelled = 0
         return count
 
     def _stand_in(self, name: str) -> str:
@@ -312,20 +317,25 @@ class TextEncoder:
 
     def _place_hidden(self, text: str) -> PlacedTokens:
         parts: list[str | int] = []
-        starts, stops = list[int](), [0]  # of each character of the parts, and after it, in the text
+        starts: list[int] = []  # in the text, of each character of the parts
+        stops = [0]  # and after each
         position = 0
-        for found in [*self._special_like_or_hidden.finditer(text), None]:
-            first, last = found.span() if found else (len(text), len(text))
-            parts.append(text[position:first])
-            starts += range(position, first)
-            stops += range(position + 1, first + 1)
+
+        def add_text(stop: int) -> None:
+            parts.append(text[position:stop])
+            starts.extend(range(position, stop))
+            stops.extend(range(position + 1, stop + 1))
+
+        for found in self._special_like_or_hidden.finditer(text):
+            first, last = found.span()
+            add_text(first)
             position = last
-            if found:
-                part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_like[found[0]]
-                parts.append(part)
-                count = len(part) if isinstance(part, str) else 1
-                starts += [first] * count
-                stops += [last] * count
+            part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_like[found[0]]
+            parts.append(part)
+            count = len(part) if isinstance(part, str) else 1
+            starts += [first] * count
+            stops += [last] * count
+        add_text(len(text))
         placed = self.tokenizer.encode_parts(parts)
         self._check_plain(parts, placed.token_ids, self._is_control)
         starts.append(len(text))

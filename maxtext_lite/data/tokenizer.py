@@ -71,7 +71,8 @@ _PATTERNS = (
 
 def may_split(stated: dict[str, Any]) -> bool:
     """Whether a `tokenizer.json` describes a tokenizer to which the module's argument applies."""
-    model, words = stated.get("model") or {}, stated.get("pre_tokenizer") or {}
+    model = stated.get("model") or {}
+    words = stated.get("pre_tokenizer") or {}
     normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
     steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
     added = stated.get("added_tokens") or []
@@ -101,7 +102,8 @@ def _ends_words_before_spaces(step: dict[str, Any]) -> bool:
 
 def pieces(text: str, most: int) -> list[str]:
     """The text, cut after at least `most` characters each time, at the first place that changes no token."""
-    found, start = [], 0
+    found: list[str] = []
+    start = 0
     while place := _LETTERS_AROUND_A_SPACE.search(text, start + most):
         found.append(text[start : place.start()])
         start = place.start()
@@ -210,7 +212,8 @@ class Tokenizer(Protocol):
 
     def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
-        seam, token_ids = self._seam(prompt), [*token_ids]
+        seam = self._seam(prompt)
+        token_ids = [*token_ids]
         before = self.decode(seam)
         whole = self.decode([*seam, *token_ids], skip_special_tokens=skip_special_tokens)
         if whole.startswith(before):
@@ -344,13 +347,16 @@ class StreamDecoder:
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""
-        self._context_start, self._emitted_end = self._emitted_end, len(self._ids)
+        self._context_start = self._emitted_end
+        self._emitted_end = len(self._ids)
         return text
 
     def flush(self) -> str:
         """The remaining text, an incomplete character as U+FFFD; resets the decoder."""
         text = self._new_text()
-        self._ids, self._context_start, self._emitted_end = [], 0, 0
+        self._ids = []
+        self._context_start = 0
+        self._emitted_end = 0
         self._newest.clear()
         return text
 
@@ -387,7 +393,8 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.special_ids, self.reads_special = frozenset(self.special_tokens.values()), True
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.reads_special = True
         self.special_like = self.special_tokens | {
             name: token_id for name, token_id in self.added_tokens.items() if _LIKE_SPECIAL.fullmatch(name)
         }
@@ -416,12 +423,10 @@ class HuggingFaceTokenizer(Tokenizer):
             whole = self._tokenizer.encode(text)
             if 0 in whole.special_tokens_mask:
                 begin = tuple(whole.ids[: whole.special_tokens_mask.index(0)])
+                if begin:
+                    return begin
                 break
-        else:
-            begin = ()
-        if not begin and self.bos_id is not None and _adds_bos(path):
-            return (self.bos_id,)
-        return begin
+        return (self.bos_id,) if self.bos_id is not None and _adds_bos(path) else ()
 
     def _find_end_of_text(self, path: pathlib.Path) -> int:
         names = self.special_tokens
@@ -457,9 +462,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if any(isinstance(part, str) and _STAND_INS.search(part) for part in parts):
             raise UserError("the text spells special tokens and has private characters from U+10F000 on. Remove these.")
         encoding = library.encode(text, add_special_tokens=False)
-        token_ids = np.array([meant.get(token_id, token_id) for token_id in encoding.ids], np.int32)
-        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        return PlacedTokens(token_ids, _without_gaps(starts, stops), stops)
+        return _placed([meant.get(token_id, token_id) for token_id in encoding.ids], encoding.offsets)
 
     @functools.cached_property
     def _library_of_parts(self) -> tuple[Any, dict[int, int]]:
@@ -507,11 +510,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text, on all cores, with the characters that each token represents."""
-        placed = []
-        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
-            starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            placed.append(PlacedTokens(np.array(encoding.ids, np.int32), _without_gaps(starts, stops), stops))
-        return placed
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [_placed(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; special tokens contribute none, or their own, and ids outside the vocabulary none."""
@@ -549,10 +549,13 @@ class SentencePieceTokenizer(Tokenizer):
             )
         control = [token_id for token_id in range(self.vocab_size) if self._processor.is_control(token_id)]
         self.special_tokens = {self._processor.id_to_piece(token_id): token_id for token_id in control}
-        self.special_ids, self.added_tokens = frozenset(control), self.special_tokens
-        self.bos_id = bos_id if (bos_id := self._processor.bos_id()) >= 0 else None
-        adds_bos = _adds_bos(path)
-        self.begin_ids = () if self.bos_id is None or adds_bos is False else (self.bos_id,)
+        self.added_tokens = self.special_tokens
+        self.special_ids = frozenset(control)
+        bos_id = self._processor.bos_id()
+        if bos_id >= 0:
+            self.bos_id = bos_id
+            if _adds_bos(path) is not False:
+                self.begin_ids = (bos_id,)
         self.fingerprint = f"sentencepiece:{hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -561,12 +564,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text, with the characters that each piece represents."""
-        placed = []
-        for text in texts:
-            found = self._processor.encode(text, return_type="offset_mapping")
-            starts, stops = np.array(found["offsets"], np.int64).reshape(-1, 2).T
-            placed.append(PlacedTokens(np.array(found["ids"], np.int32), _without_gaps(starts, stops), stops))
-        return placed
+        found = [self._processor.encode(text, return_type="offset_mapping") for text in texts]
+        return [_placed(each["ids"], each["offsets"]) for each in found]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
@@ -591,10 +590,11 @@ def _unknown_token(model: Mapping[str, Any]) -> str:
     return model.get("unk_token") or ""
 
 
-def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Starts of tokens, extended to also cover characters skipped since the previous token: trimmed spaces."""
-    ends_before = np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(stops)])[: len(starts)]
-    return np.minimum(starts, ends_before)
+def _placed(token_ids: Sequence[Any], offsets: Sequence[tuple[int, int]]) -> PlacedTokens:
+    """The tokens with a library's offsets. Spaces that it trimmed between two tokens belong to the second."""
+    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    ends_before = np.append(0, np.maximum.accumulate(stops))[: len(starts)]
+    return PlacedTokens(np.array(token_ids, np.int32), np.minimum(starts, ends_before), stops)
 
 
 def _existing_file(config: TokenizerKeys, default_name: str) -> pathlib.Path:

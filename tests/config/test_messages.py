@@ -86,15 +86,11 @@ def test_a_value_is_shown_on_one_line_of_bounded_length_without_secrets(value, t
         assert without_secrets(value) == full_text(value) == text
 
 
-def test_a_message_is_one_line_without_control_characters_and_without_endless_words():
+def test_a_message_is_one_line_without_control_characters_of_bounded_length():
     assert sanitize_for_terminal("a\nb") == "a b"
     assert (
         sanitize_for_terminal("steps\x1b[31m=\r5\u202e\x00\udc80")
         == r"steps\x1b[31m=\r5\u202e\x00\udc80"
-    )
-    assert (
-        sanitize_for_terminal(f"steps={'a' * 5000} is text")
-        == f"steps={'a' * 54}[4,916 characters]{'a' * 30} is text"
     )
     assert len(sanitize_for_terminal("word " * 10_000)) < 4100
 
