@@ -6,7 +6,7 @@ from html import escape as _e
 from pathlib import Path
 
 from maxtext_lite.analysis.charts import AXES
-from maxtext_lite.analysis.curves import Json, chart_svg, color_class, make_board
+from maxtext_lite.analysis.curves import FRAME, Json, color_class, make_board
 from maxtext_lite.analysis.plan_view import long_number, memory_parts, plain, plan_rows
 from maxtext_lite.analysis.run_data import Run
 from maxtext_lite.analysis.summary import NONE, advice, status, summary
@@ -157,11 +157,16 @@ def _summary(runs: Sequence[Run]) -> str:
 def _curves(runs: Sequence[Run], board: Json) -> str:
     if not board["charts"]:
         return "<p>Nothing to draw yet: no step has been recorded.</p>"
-    figures = "".join(
-        f"<figure><figcaption><h3>{_e(chart['title'])}</h3><span>{_e(chart['unit'])}</span>"
-        f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
-        for chart in board["charts"]
-    )
+    figures = ""
+    for chart in board["charts"]:
+        title, unit = _e(chart["title"]), _e(chart["unit"])
+        label = f"{title}, {unit}" if unit else title
+        figures += (
+            f"<figure><figcaption><h3>{title}</h3><span>{unit}</span>"
+            f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>'
+            f'<svg class="chart" viewBox="0 0 {FRAME["width"]} 460" role="img" tabindex="0" aria-label="{label}"></svg>'
+            "</figure>"
+        )
     averaged = any("first" in grid for grid in board["grids"])
     note = " Lines are means of several steps; bands span their lowest to highest values." if averaged else ""
     axes = "".join(
@@ -173,7 +178,8 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
         f'<button type="button" data-run="{number}" aria-pressed="true">{_name(number, runs)}</button>'
         for number in range(len(runs) if len(runs) > 1 else 0)
     )
-    return f"""<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
+    return f"""<noscript><p class="note">The charts need JavaScript.</p></noscript>
+<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
 <label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0.6"></label>
 <button type="button" id="reset" hidden>whole axis</button></div>{legend}</div>
 <p class="quiet">Drag over a chart to zoom, double-click for the whole axis; keys: arrows, + and Esc.\
