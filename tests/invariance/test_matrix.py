@@ -26,6 +26,7 @@ from maxtext_lite.models import (
     Decoder,
     merged,
 )
+from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import CustomLoss, Predictions
@@ -433,6 +434,9 @@ def only_tokens_cross(it, compiled, *, is_exchanged):
     ]
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
+    further = [c for c in crossing if FURTHER_ROUNDS in c.line]
+    assert further == [c for c in crossing if c.times is None]
+    assert bool(further) == is_exchanged
     looked_up = r"/vmap\([^/]*\)/sharding_constraint"  # on the way to the table of tokens and back
     gathers = [
         c.line
