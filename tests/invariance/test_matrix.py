@@ -34,7 +34,7 @@ from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
 from tests import responses
 from tests.invariance.conftest import TABLE
-from tests.training.conftest import LENGTH, make_setup
+from tests.training.conftest import LENGTH, make_setup, pairs_of_answers
 
 MODELS = TABLE["models"]
 COMMON = (
@@ -68,7 +68,6 @@ def neighbours(predictions, rows):
 
 
 OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
-EXAMPLES_OF_PAIRS = 16
 
 
 def drawn(abstract, seed, *, size=0.2, norm=1):
@@ -80,31 +79,6 @@ def drawn(abstract, seed, *, size=0.2, norm=1):
         return noise + np.float32(norm if "scale" in jax.tree_util.keystr(path) else 0)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
-
-
-def pairs_of_answers():
-    """Examples [16, 2 T] of up to 3 pairs with ragged answers and what a reference says of them; one has none."""
-    rng = np.random.default_rng(3)
-    shape = (EXAMPLES_OF_PAIRS, 2, LENGTH)
-    rows = {
-        name: np.zeros(shape, np.int32)
-        for name in ("tokens", "targets", "segments", "positions")
-    }
-    rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "reference")}
-    for example, side in itertools.product(range(EXAMPLES_OF_PAIRS), range(2)):
-        first = 0
-        for segment in range(1, 1 + (example + 3) % 4):
-            length = int(rng.integers(2, LENGTH // 3))
-            here = (example, side, slice(first, first + length))
-            rows["tokens"][here], rows["targets"][here] = rng.integers(
-                0, 264, (2, length)
-            )
-            rows["segments"][here], rows["positions"][here] = segment, np.arange(length)
-            rows["weights"][here] = rng.random(length) < 0.7
-            rows["weights"][example, side, first + length - 1] = 1
-            rows["reference"][example, side, first] = -5 + rng.normal()
-            first += length
-    return {name: x.reshape(EXAMPLES_OF_PAIRS, 2 * LENGTH) for name, x in rows.items()}
 
 
 class Reference:
@@ -120,7 +94,7 @@ class Reference:
             OBJECTIVES.get(model),
         )
         self.expert_layers = MODELS[model].get("expert_layers", 0)
-        self.rows = pairs_of_answers() if model == "DPO" else rows
+        self.rows = pairs_of_answers(len(rows["tokens"])) if model == "DPO" else rows
         self.it = make_setup(*self.keys)
         self.decoder = Decoder(dataclasses.replace(self.it.decoder.shape, lora=None))
         abstract = self.it.abstract
