@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import rows as row_index
@@ -49,14 +50,14 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
         real, used = row["weights"] > 0, row["segments"] > 0
         assert not any(values[~used].any() for values in row.values())
         assert used[: used.sum()].all()  # padding only at the end
-        np.testing.assert_array_equal(row["targets"][real], row["tokens"][real] + 1)
+        assert_array_equal(row["targets"][real], row["tokens"][real] + 1)
         targets.append(int(real.sum()))
         learned += row["targets"][real].tolist()
         for segment in range(1, row["segments"].max() + 1):
             here = row["segments"] == segment
             places, count = row["tokens"][here], here.sum()
-            np.testing.assert_array_equal(places, places[0] + np.arange(count))
-            np.testing.assert_array_equal(row["positions"][here], np.arange(count))
+            assert_array_equal(places, places[0] + np.arange(count))
+            assert_array_equal(row["positions"][here], np.arange(count))
             (document,) = set(document_of[places].tolist())
             pieces_of[document] += 1
     assert sorted(learned) == sorted({*stream.tolist()} - {*starts.tolist()})
@@ -101,7 +102,7 @@ def test_an_index_in_files_gives_the_rows_of_one_in_memory(packing, place):
         assert len(rows) == len(in_memory)
         for number in range(len(rows)):
             for name, values in in_memory.build(stream, number).items():
-                np.testing.assert_array_equal(rows.build(stream, number)[name], values)
+                assert_array_equal(rows.build(stream, number)[name], values)
     assert stored.count_targets(np.arange(len(stored))) == len(stream) - len(LENGTHS)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import (
@@ -343,14 +344,12 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
             ),
             gradients,
         )
-        np.testing.assert_allclose(got.losses[:2], [loss, z_loss], rtol=2e-6)
+        assert_allclose(got.losses[:2], [loss, z_loss], rtol=2e-6)
         assert got.losses.aux.keys() == aux.keys()
         for part, value in aux.items():
-            np.testing.assert_allclose(
-                got.losses.aux[part], value, rtol=1e-5, err_msg=part
-            )
+            assert_allclose(got.losses.aux[part], value, rtol=1e-5, err_msg=part)
         assert aux.get(DROPPED, 1) > 0.05
-        np.testing.assert_array_equal(
+        assert_array_equal(
             got.expert_counts, counts
         )  # whole numbers, whatever the split
         assert got.counts[it.parts.objective.divisor] == one.counted(one.rows)
@@ -459,7 +458,7 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
     got = of((4, 4), {"tensor": 2, "context": 2})
     assert apart(got.gradients, want.gradients) < rounding / 5
-    np.testing.assert_allclose(got.losses.loss, want.losses.loss, rtol=1e-5)
+    assert_allclose(got.losses.loss, want.losses.loss, rtol=1e-5)
     assert got.counts["target_tokens"] == want.counts["target_tokens"]
 
 
@@ -480,7 +479,7 @@ def test_gradients_cross_in_grad_dtype(reference, rows):
         )
     exact, rounded, summed = results
     for x, y in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
-        np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
+        assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
     assert {leaf.dtype for leaf in jax.tree.leaves(summed)} == {np.dtype(np.float32)}
     assert (
         0
@@ -541,9 +540,7 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
         )
         found.append((parts[BALANCE], 0.5 * parts[BALANCE], 0.05 * parts[ROUTER_Z]))
         weights.append(np.count_nonzero(own["weights"]))
-        np.testing.assert_allclose(
-            [metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5
-        )
+        assert_allclose([metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5)
         want = jax.tree.map(
             lambda p, g, rate=metrics["learning_rate"]: p - rate * g,
             one.params[0],
@@ -552,15 +549,13 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
         moved = params["layers"]["mlp"].pop("router_bias") - want["layers"]["mlp"].pop(
             "router_bias"
         )
-        np.testing.assert_allclose(
+        assert_allclose(
             moved,
             0.01 * np.sign(np.mean(counts, -1, keepdims=True) - counts),
             rtol=1e-5,
         )
-        jax.tree.map(
-            lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), params, want
-        )
-    np.testing.assert_allclose(
+        jax.tree.map(lambda g, w: assert_allclose(g, w, atol=2e-6), params, want)
+    assert_allclose(
         [whole[name] for name in AUXILIARY], np.average(found, 0, weights), rtol=1e-5
     )
 
@@ -648,7 +643,7 @@ def test_updates_of_chunks_of_responses_are_those_of_the_unsplit_batch(
     )
     for name in set(want_metrics[0]) - {"groups", "group_squares"}:
         values = [[m[name] for m in each] for each in (metrics, want_metrics)]
-        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=name)
+        assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=name)
     # The policy has moved away from the one that it was: another share of its ratios is clipped.
     shares = [m["clip_fraction_low"] + m["clip_fraction_high"] for m in want_metrics]
     assert len({float(share) for share in shares}) > 1

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.training.local_updates import LocalUpdates
@@ -90,9 +91,7 @@ def test_four_replicas_of_a_quadratic_follow_the_closed_form():
         v = momentum * v + gradient
         x -= lr * (gradient + momentum * v)
         assert float(outer.params["x"]) == pytest.approx(x, rel=1e-5)
-        np.testing.assert_array_equal(
-            x_R["x"], np.full(4, np.float32(outer.params["x"]))
-        )
+        assert_array_equal(x_R["x"], np.full(4, np.float32(outer.params["x"])))
 
 
 def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
@@ -117,6 +116,6 @@ def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
         ),
         strict=True,
     ):
-        np.testing.assert_array_equal(shared, 2 * was_R[0])
-        np.testing.assert_array_equal(got_R, np.stack([shared, shared]))
-        np.testing.assert_array_equal(rounded, shared.astype(rounded.dtype))
+        assert_array_equal(shared, 2 * was_R[0])
+        assert_array_equal(got_R, np.stack([shared, shared]))
+        assert_array_equal(rounded, shared.astype(rounded.dtype))

@@ -9,6 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf.model_directory import hf_config
@@ -104,7 +105,7 @@ def published(margin, label_smoothing):
 def test_the_loss_of_pairs_is_the_published_one():
     margin = np.concatenate([[0], np.random.default_rng(0).normal(0, 40, 50)])
     got = pair_losses(margin, beta=0.1, label_smoothing=0.2)
-    np.testing.assert_allclose(got, published(0.1 * margin, 0.2), rtol=2e-6)
+    assert_allclose(got, published(0.1 * margin, 0.2), rtol=2e-6)
 
 
 def test_sums_over_segments_are_those_by_hand_and_have_an_order_on_gpus():
@@ -113,7 +114,7 @@ def test_sums_over_segments_are_those_by_hand_and_have_an_order_on_gpus():
         np.array([[1.0, 2.0, 4.0, 8.0]], np.float32),
         np.array([[2, 1, 2, 0]], np.int32),
     )
-    np.testing.assert_array_equal(sums(values, segments), [[8, 2, 5, 0, 0]])
+    assert_array_equal(sums(values, segments), [[8, 2, 5, 0, 0]])
     traced = sums.trace(np.zeros((2, 300), np.float32), np.zeros((2, 300), np.int32))
     assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == []
 
@@ -146,7 +147,7 @@ def test_scores_and_their_evaluation_are_those_of_the_formula(setup):
         for pair in range(1, segment.max() + 1):
             ratios.append((above_of_example * (segment == pair)).sum(axis=1))
     scores = jax.device_get(scores)
-    np.testing.assert_allclose(pairs_of(scores), ratios, rtol=1e-4, atol=1e-5)
+    assert_allclose(pairs_of(scores), ratios, rtol=1e-4, atol=1e-5)
     margin = 0.3 * np.subtract(*np.transpose(ratios))
     found = objective_of(it.config).evaluation([scores, scores])
     assert found.pop("eval_loss") == pytest.approx(
