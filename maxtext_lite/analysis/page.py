@@ -1,9 +1,11 @@
 """The page: one HTML file that needs no network."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape as _e
 from pathlib import Path
+from typing import Any
 
 from maxtext_lite.analysis.charts import AXES
 from maxtext_lite.analysis.curves import FRAME, Json, color_class, make_board
@@ -11,7 +13,6 @@ from maxtext_lite.analysis.plan_view import long_number, memory_parts, plain, pl
 from maxtext_lite.analysis.run_data import Run
 from maxtext_lite.analysis.summary import NONE, advice, status, summary
 from maxtext_lite.config.errors import bytes_text
-from maxtext_lite.config.records import as_list, as_object
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
@@ -223,7 +224,7 @@ def _timeline(run: Run) -> str:
 
 def _plans(runs: Sequence[Run]) -> str:
     tables = [plan_rows(run.plan) for run in runs]
-    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run) for run in runs]
+    rest = [_notes(run.plan.get("warnings", ())) + _ramp(run.plan) + _memory(run) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
     said = ("num_devices", "loading_hosts")  # the meaning of all others is the same for every run
@@ -231,56 +232,57 @@ def _plans(runs: Sequence[Run]) -> str:
     return _comparison(runs, cells) + _of_each(runs, rest)
 
 
-def _ramp(plan: Mapping[str, object]) -> str:
+def _ramp(plan: Mapping[str, Any]) -> str:
     """The stages of the ramp, each with a bar that shows its batch size."""
-    ramp, target = as_object(plan.get("rampup")), plan.get("global_batch_to_train")
-    stages, total = [as_object(stage) for stage in as_list(ramp.get("stages"))], ramp.get("total_steps")
-    if not stages:
+    ramp = plan.get("rampup")
+    if ramp is None:
         return ""
-    first = total + 1 if isinstance(total, int) else None
-    stages.append({**plan, "first_step": first, "num_steps": "the rest", "samples": NONE})
+    last = {**plan, "first_step": ramp["total_steps"] + 1, "num_steps": "the rest", "samples": NONE}
     rows: dict[str, list[str]] = {}
-    for stage in stages:
-        size = stage.get("global_batch_to_train")
-        share = size / target if isinstance(size, int) and isinstance(target, int) and target else 0
-        cells = [_e(plain(stage.get(key))) for key in _STAGE_KEYS]
-        rows[plain(stage.get("first_step"))] = [*cells, _bar(share)]
+    for stage in (*ramp["stages"], last):
+        cells = [_e(plain(stage[key])) for key in _STAGE_KEYS]
+        share = stage["global_batch_to_train"] / plan["global_batch_to_train"]
+        rows[plain(stage["first_step"])] = [*cells, _bar(share)]
     about = (
-        f"{_e(plain(ramp.get('num_increments')))} increments of {_e(plain(ramp.get('samples_per_increment')))} "
-        f"examples, {_e(plain(total))} steps in all."
+        f"{plain(ramp['num_increments'])} increments of {plain(ramp['samples_per_increment'])} "
+        f"examples, {plain(ramp['total_steps'])} steps in all."
     )
     return f"<h3>Ramp-up</h3><p>{about}</p>{_table('stages', [*_STAGE_KEYS.values(), ''], rows, corner='first step')}"
 
 
-def _data(plan: Mapping[str, object]) -> str:
+def _data(plan: Mapping[str, Any]) -> str:
     """Counts for each source of text, and the lengths of all documents."""
     sources: dict[str, Json] = {}
-    counts: dict[int, int] = {}
-    for about in (as_object(each) for key in ("data", "mixture") for each in as_list(plan.get(key))):
+    counts = Counter[int]()
+    for about in (*(plan.get("data") or ()), *(plan.get("mixture") or ())):
         sources.setdefault(plain(about.get("name") or "all"), {}).update(about)
-        for power, count in enumerate(as_list(about.get("lengths"))[:64]):
-            counts[power] = counts.get(power, 0) + (count if isinstance(count, int) else 0)
-    most = max(counts.values(), default=0)
+        lengths: list[int] = about.get("lengths", [])
+        counts.update(dict(enumerate(lengths)))
     heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
-    rows = {name: [_e(plain(about[key])) if key in about else NONE for key in heads] for name, about in sources.items()}
-    bars = {
-        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [f"{count:,}", _bar(count / most)]
-        for power, count in counts.items()
-        if most > 0
-    }
+    rows: dict[str, list[str]] = {}
+    for name, about in sources.items():
+        rows[name] = [_e(plain(about[key])) if key in about else NONE for key in heads]
+    bars: dict[str, list[str]] = {}
+    for power, count in counts.items():
+        bars[f"{2**power:,} to {2 ** (power + 1) - 1:,}"] = [f"{count:,}", _bar(count / max(counts.values()))]
     return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents by number of tokens", ""), bars)
 
 
 def _memory(run: Run) -> str:
     sentence, parts = memory_parts(run.plan)
-    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step"))
-    found = [f"{bytes_text(size)} {name}" for key, name in others if isinstance(size := run.memory.get(key), int)]
+    if not parts:
+        return ""
+    sizes = [f"{sentence}, as planned"]
+    for key, name in (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step")):
+        size = run.memory.get(key)
+        if size is not None:
+            sizes.append(f"{bytes_text(size)} {name}")
     bar = legend = ""
     for color, (name, text, share) in enumerate(parts):
         bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
         legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
     bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
-    return f"<h3>Memory</h3><p>{'; '.join([f'{sentence}, as planned', *found])}.</p>{bar}" if parts else ""
+    return f"<h3>Memory</h3><p>{'; '.join(sizes)}.</p>{bar}"
 
 
 def _settings(runs: Sequence[Run]) -> str:
@@ -297,7 +299,5 @@ def _settings(runs: Sequence[Run]) -> str:
 
 def _environment(run: Run) -> dict[str, str]:
     """environment.json without nesting: package versions beside the rest, without devices, which the summary has."""
-    packages = as_object(run.environment.get("packages"))
-    apart = ("devices", "packages") if packages else ("devices",)
-    flat = {**run.environment, **packages}
-    return {key: _e(plain(value)) for key, value in flat.items() if key not in apart}
+    flat = {**run.environment, **run.environment.get("packages", {})}
+    return {key: _e(plain(value)) for key, value in flat.items() if key not in ("devices", "packages")}
