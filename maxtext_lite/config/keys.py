@@ -476,7 +476,7 @@ class ObjectiveKind:
 
 
 TEXT = SourceKind("maxtext_lite.data.sources:open_text", is_mixable=True)
-PREPARED = SourceKind("maxtext_lite.data.sources:open_prepared_rows", is_mixable=True, reads_buckets=True)
+PREPARED = SourceKind("maxtext_lite.data.prepared_rows:open_prepared_rows", is_mixable=True, reads_buckets=True)
 SYNTHETIC = SourceKind("maxtext_lite.data.sources:open_synthetic", reads_files=False)
 PRETRAIN = ObjectiveKind("maxtext_lite.training.objective:next_token", "text")
 

@@ -16,12 +16,11 @@ from maxtext_lite.config.weights import is_matrix, num_inputs, per_tensor_axes, 
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
-from maxtext_lite.models.experts import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.layers import Block, DecoderLayer
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.seed import root_key
-from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.models.shape import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, DecoderShape, ExpertShape
 
 __all__ = [
     "BALANCE",

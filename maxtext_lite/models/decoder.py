@@ -17,7 +17,6 @@ from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import WeightTable, end_weights, is_matrix, layer_kind, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import CachedAttend, KVCache, Memory
-from maxtext_lite.models.experts import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
@@ -35,8 +34,17 @@ from maxtext_lite.models.layers import (
 from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joined, new_adapters, with_merged_experts
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
-from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.models.shape import EXPERT_COUNTS, DecoderShape
 from maxtext_lite.parallel import Params, Pipeline, Tree
+
+
+def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
+    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
+    return aux | {
+        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
+        for name, x in more.items()
+        if name in aux
+    }
 
 
 def graph_of(layer: Callable[..., Block]) -> Any:

@@ -1,9 +1,7 @@
 """Mixture of experts: routing, experts with a capacity or without, and the exchange of tokens between devices."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,11 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import Quantization
 from maxtext_lite.config.kernels import GroupedMatmul, exchanged_rows
 from maxtext_lite.config.registry import load
-from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS, ExpertSizes
-from maxtext_lite.models.ops import Activation, dtype_of_totals, mlp_hidden, number_format, project_array
+from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS
+from maxtext_lite.models.ops import dtype_of_totals, mlp_hidden, number_format, project_array
+from maxtext_lite.models.shape import BALANCE, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.parallel import (
     axes_in_use,
     constrain,
@@ -34,72 +32,6 @@ from maxtext_lite.parallel import (
     shard_index,
     summed,
 )
-
-BALANCE, ROUTER_Z, DROPPED = "moe_balance", "router_z", "moe_dropped_fraction"
-"""Names of a layer's entries in the stream's `aux`, float32: the balance loss of each example [B]; the squared
-log-partition of the router for each token [B, T]; and the share of each example's choices that were dropped [B]."""
-
-EXPERT_COUNTS = "expert_counts"
-"""Likewise, int32: the tokens of each example that chose each expert; [B, E] of a layer, [B, L, E] in the stream, for
-the L layers with experts."""
-
-
-def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
-    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
-    return aux | {
-        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
-        for name, x in more.items()
-        if name in aux
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertShape(ExpertSizes):
-    """Everything that decides a layer's experts and routing.
-
-    Attributes: those of ExpertSizes, and
-      score: of an expert's logit: the softmax over all experts, or its own sigmoid; with sparsemixer, for a token's
-        first expert and then for its second, a softmax over the experts near the largest.
-      normalised: a token's chosen scores are divided by their sum.
-      scaling: a factor of the chosen scores.
-      on_input: they multiply an expert's input, not its output.
-      capacity_factor: an expert takes the first ceil(factor x tokens of the example x J / E) tokens of each example;
-        None: all (dropless).
-      num_groups: groups of neighbouring experts.
-      groups_per_token: a token chooses among the experts of this many groups, those whose best expert (softmax) or best
-        two together (sigmoid) score highest.
-      activation: of the experts' gated mlps.
-      matmul: kernel of the grouped matmuls of `experts`.
-      grad_dtype: of their weights' gradients as these cross `fsdp`.
-      quantization: of the matmuls with their weights.
-    """
-
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    normalised: bool = True
-    scaling: float = 1.0
-    on_input: bool = False
-    capacity_factor: Fraction | None = None
-    num_groups: int = 1
-    groups_per_token: int = 1
-    activation: Activation = "silu"
-    matmul: GroupedMatmul = "ragged_dot"
-    grad_dtype: DTypeLike = jnp.float32
-    quantization: Quantization = "none"
-
-    @property
-    def judges_logits(self) -> bool:
-        """Whether experts are chosen by logits, because several scores may round to 1; groups need sums of scores."""
-        return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
-
-    @property
-    def aux_axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Logical axes of the entries of the stream's `aux`."""
-        axes: dict[str, tuple[str | None, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
-        if self.capacity_factor is not None:
-            axes[DROPPED] = ("batch",)
-        if self.biased:
-            axes[EXPERT_COUNTS] = ("batch", None, None)
-        return axes
 
 
 class ExpertWeights(NamedTuple):

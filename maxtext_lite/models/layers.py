@@ -1,4 +1,4 @@
-"""The parts of a decoder layer as NNX modules: norms, attention projections, mlp, experts.
+"""The parts of a decoder layer as NNX modules: norms, attention projections, mlp.
 
 Their weights are those of the tables in `config.weights`. Each parameter knows its logical axes, from which its
 sharding follows.
@@ -23,14 +23,12 @@ from maxtext_lite.config.weights import (
     WeightTable,
     attention_weights,
     end_weights,
-    expert_weights,
     layer_kind,
     layer_weights,
     mlp_weights,
     part_of,
 )
 from maxtext_lite.models.decoding import CachedAttend, Memory
-from maxtext_lite.models.experts import DROPPED, ExpertShape, ExpertWeights, Router, dropless, route, with_capacity
 from maxtext_lite.models.ops import (
     Activation,
     Rotation,
@@ -387,57 +385,6 @@ class LatentAttention(nnx.Module):
         return attention_output(context_BTNH, self.out), kept
 
 
-class MixtureOfExperts(nnx.Module):
-    """Gated mlps, of which a router chooses a few for each token, and possibly one that all tokens share."""
-
-    router: nnx.Param
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
-    shared_gate: nnx.Param | None = None
-    router_bias: nnx.Param | None = None
-    router_logit_bias: nnx.Param | None = None
-    gate_bias: nnx.Param | None = None
-    up_bias: nnx.Param | None = None
-    down_bias: nnx.Param | None = None
-
-    def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
-        self.experts = experts
-        declare(self, expert_weights(shape), shape, rngs)
-        self.shared = Mlp(shape, "S", rngs=rngs) if experts.shared_dim else None
-
-    def __call__(self, x_BTD: Array, real_BT: Array, *, drop: bool) -> tuple[Array, dict[str, Array]]:
-        """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
-
-        Args:
-          real_BT: False for padding, which goes to no expert.
-          drop: apply the capacity, if there is one.
-        """
-        experts = self.experts
-        router = Router(self.router[...], _array(self.router_bias), _array(self.router_logit_bias))
-        routing = route(x_BTD, router, real_BT, experts)
-        biases = (_array(self.gate_bias), _array(self.up_bias), _array(self.down_bias))
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
-        aux = routing.aux
-        if experts.capacity_factor is None or not drop:
-            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
-        else:
-            y_BTD, aux[DROPPED] = with_capacity(x_BTD, routing, weights, experts)
-        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
-        if self.shared is None:
-            return y_BTD, aux
-        shared_BTD = self.shared(x_BTD)
-        if self.shared_gate is not None:
-            gate_D1 = self.shared_gate[...].astype(jnp.float32)
-            gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
-            shared_BTD = (gate_BT1 * shared_BTD.astype(jnp.float32)).astype(shared_BTD.dtype)
-        return y_BTD + shared_BTD, aux
-
-
-def _array(param: nnx.Param | None) -> Array | None:
-    return None if param is None else param[...]
-
-
 class Block(Protocol):
     """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
 
@@ -487,6 +434,13 @@ def attention_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
     return Attention if shape.latent is None else LatentAttention
 
 
+def mlp_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
+    """The module of a layer's mlp; that of experts is imported with the first model that has some."""
+    if shape.experts is None:
+        return Mlp
+    return resolve("maxtext_lite.models.moe:MixtureOfExperts")
+
+
 class DecoderLayer(nnx.Module):
     """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
     and is added to the stream."""
@@ -497,10 +451,8 @@ class DecoderLayer(nnx.Module):
         self.attention = attention_of(shape)(shape, rngs=rngs)
         self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
         self.mlp_norm = norm_in(table, "mlp_norm", shape)
-        if shape.experts is None:
-            self.mlp = Mlp(shape, rngs=rngs)
-        else:
-            self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
+        self.has_experts = shape.experts is not None
+        self.mlp = mlp_of(shape)(shape, rngs=rngs)
         self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
         self.parallel = shape.parallel_block
         self.multiplier = shape.residual_multiplier
@@ -511,7 +463,7 @@ class DecoderLayer(nnx.Module):
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
         Args:
-          real_BT: False for padding; like `drop`, only experts use it (`MixtureOfExperts`).
+          real_BT: False for padding; like `drop`, only experts use it (`moe.MixtureOfExperts`).
         """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         first_BTD = _normed(self.attention_norm, x_BTD)
@@ -520,7 +472,7 @@ class DecoderLayer(nnx.Module):
         read_BTD = {"none": y_BTD, "one_norm": first_BTD, "two_norms": x_BTD}[self.parallel]
         normed_BTD = _normed(self.mlp_norm, read_BTD)
         aux = {}
-        if isinstance(self.mlp, MixtureOfExperts):
+        if self.has_experts:
             mlp_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             mlp_BTD = self.mlp(normed_BTD)

@@ -2,18 +2,77 @@
 
 import dataclasses
 import math
+from fractions import Fraction
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import PositionTemperature, Quantization, RopeScaling
+from maxtext_lite.config.kernels import GroupedMatmul
 from maxtext_lite.config.keys import LOCAL_KINDS
-from maxtext_lite.config.weights import ModelShape
+from maxtext_lite.config.weights import ExpertSizes, ModelShape
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.experts import ExpertShape
 from maxtext_lite.models.lora import Lora
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.models.rotary import Rope, score_factor
+
+BALANCE, ROUTER_Z, DROPPED = "moe_balance", "router_z", "moe_dropped_fraction"
+"""Names of a layer's entries in the stream's `aux`, float32: the balance loss of each example [B]; the squared
+log-partition of the router for each token [B, T]; and the share of each example's choices that were dropped [B]."""
+
+EXPERT_COUNTS = "expert_counts"
+"""Likewise, int32: the tokens of each example that chose each expert; [B, E] of a layer, [B, L, E] in the stream, for
+the L layers with experts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertShape(ExpertSizes):
+    """Everything that decides a layer's experts and routing.
+
+    Attributes: those of ExpertSizes, and
+      score: of an expert's logit: the softmax over all experts, or its own sigmoid; with sparsemixer, for a token's
+        first expert and then for its second, a softmax over the experts near the largest.
+      normalised: a token's chosen scores are divided by their sum.
+      scaling: a factor of the chosen scores.
+      on_input: they multiply an expert's input, not its output.
+      capacity_factor: an expert takes the first ceil(factor x tokens of the example x J / E) tokens of each example;
+        None: all (dropless).
+      num_groups: groups of neighbouring experts.
+      groups_per_token: a token chooses among the experts of this many groups, those whose best expert (softmax) or best
+        two together (sigmoid) score highest.
+      activation: of the experts' gated mlps.
+      matmul: kernel of the grouped matmuls of `experts`.
+      grad_dtype: of their weights' gradients as these cross `fsdp`.
+      quantization: of the matmuls with their weights.
+    """
+
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalised: bool = True
+    scaling: float = 1.0
+    on_input: bool = False
+    capacity_factor: Fraction | None = None
+    num_groups: int = 1
+    groups_per_token: int = 1
+    activation: Activation = "silu"
+    matmul: GroupedMatmul = "ragged_dot"
+    grad_dtype: DTypeLike = jnp.float32
+    quantization: Quantization = "none"
+
+    @property
+    def judges_logits(self) -> bool:
+        """Whether experts are chosen by logits, because several scores may round to 1; groups need sums of scores."""
+        return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
+
+    @property
+    def aux_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes of the entries of the stream's `aux`."""
+        axes: dict[str, tuple[str | None, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
+        if self.capacity_factor is not None:
+            axes[DROPPED] = ("batch",)
+        if self.biased:
+            axes[EXPERT_COUNTS] = ("batch", None, None)
+        return axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ from maxtext_lite.config.keys import ATTENTION_KINDS
 from maxtext_lite.config.records import with_numbers
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.experts import ExpertWeights, dropless
 from maxtext_lite.models.layers import HEADS_AXES, OutputHead
 from maxtext_lite.models.ops import TOKENS, project_array
 from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
@@ -244,6 +243,8 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
 
 def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
     """The grouped matmuls of a few experts without biases; real tokens are routed at random."""
+    from maxtext_lite.models.experts import ExpertWeights, dropless  # most models have no experts
+
     shards = num_shards("experts")
     count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
     few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}

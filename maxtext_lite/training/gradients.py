@@ -22,8 +22,7 @@ from maxtext_lite.parallel import (
     vmap_over_data,
 )
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.interleaved import MicroBatchSums, run_1f1b
-from maxtext_lite.training.loss import LossSums, forward, zero_sums
+from maxtext_lite.training.loss import LossSums, MicroBatchSums, forward, zero_sums
 from maxtext_lite.training.state import StepContext, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
@@ -160,6 +159,8 @@ def accumulate_micro_batches(
         return sums._replace(gradients=accumulator, losses=losses, expert_counts=expert_counts)
 
     if parts.is_interleaved:
+        from maxtext_lite.training.interleaved import run_1f1b  # only this schedule needs it
+
         return run_1f1b(parts, params, frozen, factor_R, rows, num_micro_batches, sums, add)
 
     def loss(params: Params, frozen: Params | None, factor: jax.Array, rows: Rows) -> tuple[jax.Array, MicroBatchSums]:

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
 from maxtext_lite.parallel import Flight, Params, constrain, num_shards, vmap_over_data
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.loss import LossSums, Outputs, TokenSplit
+from maxtext_lite.training.loss import MicroBatchSums, Outputs, TokenSplit
 from maxtext_lite.training.state import StepContext
 
 Sums = TypeVar("Sums")
 Count: TypeAlias = jax.Array | int
-MicroBatchSums: TypeAlias = tuple[LossSums, jax.Array | None]
-"""The sums of losses and the expert counts of the rows of one forward pass."""
 
 
 def run_1f1b(

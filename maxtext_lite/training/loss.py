@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,10 @@ class LossSums(NamedTuple):
     loss: jax.Array
     z_loss: jax.Array
     aux: dict[str, jax.Array]
+
+
+MicroBatchSums: TypeAlias = tuple[LossSums, jax.Array | None]
+"""The sums of losses and the expert counts of the rows of one forward pass."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import feed
 from maxtext_lite.data.feed import row_layout
 from maxtext_lite.data.order import example_ids, examples_hash
+from maxtext_lite.data.source import ExampleSource
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
@@ -148,7 +149,7 @@ def every_way():
         )
 
 
-class Numbers:
+class Numbers(ExampleSource):
     """Example i is the number i."""
 
     num_tokens = 1
@@ -175,7 +176,7 @@ def layout_on_made_up_hosts(shape, where, hosts, filled_slots, loading_hosts):
 
 @pytest.fixture
 def segments_of(monkeypatch):
-    """What `training_batches` would read for a plan, as (reads of each host, layout, loads, micro-batches)."""
+    """What `training_batches` would read for a plan, as (reads of each host, layout)."""
     monkeypatch.setattr(feed, "BatchIterator", lambda segments, worker_count: segments)
 
     def segments(plan, examples_seen, num_steps):
@@ -204,8 +205,8 @@ def segments_of(monkeypatch):
 def sizes_of(segments):
     """(examples, micro-batches) of each step."""
     return [
-        (reads.step_examples, micro_batches)
-        for reads, _, _, micro_batches in segments
+        (reads.step_examples, reads.micro_batches)
+        for reads, _ in segments
         for _ in range(reads.num_steps)
     ]
 
@@ -217,14 +218,15 @@ def positions_of(segments):
             reads.first_example + step * reads.step_examples,
             reads.first_example + (step + 1) * reads.step_examples,
         )
-        for reads, *_ in segments
+        for reads, _ in segments
         for step in range(reads.num_steps)
     ]
 
 
 def check_step(plan, segment, step):
     """One step's reads over all hosts; returns the hash of what they read."""
-    reads, layout, loads, micro_batches = segment
+    reads, layout = segment
+    loads, micro_batches = reads.loads_per_step, reads.micro_batches
     first, count = reads.first_example + step * reads.step_examples, reads.step_examples
     want = example_ids(first, count, num_examples=NUM_EXAMPLES, seed=5)
     at_cell, parts = {}, []
@@ -236,7 +238,9 @@ def check_step(plan, segment, step):
             ids = found.rows["tokens"][:, 0]
             cells = [
                 (int(micro_batch), int(slots[place]))
-                for micro_batch, place in found.cells.T
+                for micro_batch, place in zip(
+                    found.micro_batches, found.places, strict=True
+                )
             ]
             assert (
                 not set(cells) & at_cell.keys()
@@ -283,7 +287,7 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
         found = [
             check_step(plan, segment, step)
             for segment in segments
-            for step in range(segment.reads.num_steps)
+            for step in range(segment[0].num_steps)
         ]
         assert found == hashes.setdefault(
             tuple(examples for examples, _ in batches), found

@@ -8,12 +8,13 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
+from maxtext_lite.data import ExampleSource
 from maxtext_lite.operations.row_losses import make_row_losses
 from maxtext_lite.training.objective import CustomLoss
 from tests.training.conftest import norm
 
 
-class Source:
+class Source(ExampleSource):
     """The rows of the fixture as examples."""
 
     def __init__(self, rows):

@@ -1,0 +1,67 @@
+"""The mixture of experts of a decoder layer, as an NNX module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.config.weights import expert_weights
+from maxtext_lite.models.experts import ExpertWeights, Router, dropless, route, with_capacity
+from maxtext_lite.models.layers import RESIDUAL_AXES, Mlp, declare
+from maxtext_lite.models.shape import DROPPED, DecoderShape
+from maxtext_lite.parallel import constrain
+
+
+class MixtureOfExperts(nnx.Module):
+    """Gated mlps, of which a router chooses a few for each token, and possibly one that all tokens share."""
+
+    router: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    shared_gate: nnx.Param | None = None
+    router_bias: nnx.Param | None = None
+    router_logit_bias: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        assert shape.experts is not None
+        self.experts = shape.experts
+        declare(self, expert_weights(shape), shape, rngs)
+        self.shared = Mlp(shape, "S", rngs=rngs) if shape.experts.shared_dim else None
+
+    def __call__(self, x_BTD: Array, real_BT: Array, *, drop: bool) -> tuple[Array, dict[str, Array]]:
+        """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
+
+        Args:
+          real_BT: False for padding, which goes to no expert.
+          drop: apply the capacity, if there is one.
+        """
+        experts = self.experts
+        router = Router(self.router[...], _array(self.router_bias), _array(self.router_logit_bias))
+        routing = route(x_BTD, router, real_BT, experts)
+        biases = (_array(self.gate_bias), _array(self.up_bias), _array(self.down_bias))
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
+        aux = routing.aux
+        if experts.capacity_factor is None or not drop:
+            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
+        else:
+            y_BTD, aux[DROPPED] = with_capacity(x_BTD, routing, weights, experts)
+        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
+        if self.shared is None:
+            return y_BTD, aux
+        shared_BTD = self.shared(x_BTD)
+        if self.shared_gate is not None:
+            gate_D1 = self.shared_gate[...].astype(jnp.float32)
+            gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
+            shared_BTD = (gate_BT1 * shared_BTD.astype(jnp.float32)).astype(shared_BTD.dtype)
+        return y_BTD + shared_BTD, aux
+
+
+def _array(param: nnx.Param | None) -> Array | None:
+    return None if param is None else param[...]
