@@ -9,8 +9,8 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import rows as row_index
-from maxtext_lite.data.prepared import CACHE_VARIABLE
-from maxtext_lite.data.rows import IndexPlace, rows_of
+from maxtext_lite.data.cache import CACHE_VARIABLE, IndexPlace
+from maxtext_lite.data.rows import rows_of
 
 
 def stream_of(lengths):
