@@ -110,7 +110,9 @@ def test_the_lock_has_one_version_within_the_range_of_every_dependency(python):
         name = canonicalize_name(entry.name)
         assert name not in locked, f"two versions of {name}"
         locked[name] = str(entry.specifier).removeprefix("==")
-    extras = [EXTRAS[extra] for extra in ("gcs", "s3", "hf", "prepare", "test")]
+    extras = [
+        EXTRAS[extra] for extra in ("gcs", "s3", "hf", "prepare", "servers", "test")
+    ]
     for each in needed_on(python, itertools.chain(PROJECT["dependencies"], *extras)):
         name = canonicalize_name(each.name)
         if name != "maxtext-lite":
@@ -123,7 +125,11 @@ DISTRIBUTIONS = {
     "orbax": "orbax-checkpoint",
     "pydantic_core": "pydantic",
 }
-EXTRA_OF = {"config.bucket": "gcs", "harness": "harness", "rl.reward_functions": "math"}
+EXTRA_OF = {
+    "config.bucket": "gcs",
+    "harness": "harness",
+    "post_training.http_client": "servers",
+}
 
 
 @pytest.mark.fast

@@ -95,11 +95,11 @@ CHARTS = (
 )  # fmt: skip
 """All charts, in the order of the page."""
 
-NOISE_SCALE_BAND = ("gradient_noise_scale_low", "gradient_noise_scale_high", "gradient_noise_scale_error")
-"""The ends of the noise scale's interval, of which the high one may be missing, and its relative standard error."""
+NOISE_SCALE_BAND = ("gradient_noise_scale_low", "gradient_noise_scale_high")
+"""The ends of the noise scale's interval, of which the high one may be missing."""
 
 STEP_METRICS = (
-    "examples_seen", "tokens_seen", *NOISE_SCALE_BAND,
+    "examples_seen", "tokens_seen", "gradient_noise_scale_error", *NOISE_SCALE_BAND,
     *dict.fromkeys(metric for spec in CHARTS for metric in spec.lines if metric not in EVALUATION_METRICS),
 )  # fmt: skip
 """The numbers that a report reads from a step's line in metrics.jsonl."""

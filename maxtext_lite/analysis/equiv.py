@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import math
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -118,18 +118,21 @@ def shrunk(config: Config) -> dict[str, object]:
 
 def settings(config: Config, changes: Mapping[str, object]) -> list[str]:
     """Changes as `key=value`, after the config's own model, which may come from the files of load_parameters_path."""
+    words: list[str] = []
     model = {key: getattr(config, key) for key in ModelConfig.model_fields}
-    return [f"{key}={_setting(value)}" for key, value in {**model, **changes}.items()]
-
-
-def _setting(value: object) -> str:
-    return json.dumps(value) if isinstance(value, dict) else setting_text(value)
+    for key, value in {**model, **changes}.items():
+        text = json.dumps(value) if isinstance(value, dict) else setting_text(value)
+        words.append(f"{key}={text}")
+    return words
 
 
 def _fewer_planes(scaling: Mapping[str, Any], planes: int) -> dict[str, Any]:
     """A longrope scaling with one factor for each of so many planes, spread over those of the model."""
-    lists = {name: scaling[name] for name in ("short_factor", "long_factor")}
-    return {**scaling, **{name: [each[len(each) * i // planes] for i in range(planes)] for name, each in lists.items()}}
+    fewer = dict(scaling)
+    for name in ("short_factor", "long_factor"):
+        factors = scaling[name]
+        fewer[name] = [factors[len(factors) * plane // planes] for plane in range(planes)]
+    return fewer
 
 
 def _period(config: Config) -> int:
@@ -201,15 +204,17 @@ def splits(config: Config) -> list[Split]:
 
 def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
     """The config's own axes, over its links, with two devices each; the other devices are fsdp."""
-    axes = [(link, axis) for link in ("dcn", "ici") for axis in _AXES if axis != "pipeline"]
-    axes.remove(("ici", "fsdp"))
-    named = [(link, axis) for link, axis in axes if getattr(config, f"{link}_{axis}_parallelism") > 1]
-    named = named[: DEVICES.bit_length() - 1]
-    if not named:
-        return None
-    mesh: dict[str, object] = {f"{link}_{axis}_parallelism": 2 for link, axis in named}
-    rest = {"ici_fsdp_parallelism": DEVICES // 2 ** len(named)}
-    return " x ".join(f"{link} {axis} 2" for link, axis in named), mesh | rest
+    names: list[str] = []
+    mesh: dict[str, object] = {}
+    left = DEVICES
+    for link, axis in itertools.product(("dcn", "ici"), _AXES):
+        key = f"{link}_{axis}_parallelism"
+        is_own = axis != "pipeline" and key != "ici_fsdp_parallelism" and getattr(config, key) > 1
+        if is_own and left > 1:
+            names.append(f"{link} {axis} 2")
+            mesh[key] = 2
+            left //= 2
+    return (" x ".join(names), mesh | {"ici_fsdp_parallelism": left}) if names else None
 
 
 TOLERANCE = 1e-5
@@ -271,12 +276,15 @@ def compare_splits(path: str | None, overrides: Sequence[str], directory: Path) 
 def _ragged_text(directory: Path) -> Path:
     """The shipped text with every third paragraph split into words. Rows of whole plays would have equally many
     targets, and a mean of means would equal the mean."""
-    packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "ragged.jsonl"
+    packaged = packaged_file("assets", "shakespeare.jsonl.gz")
+    path = directory / "ragged.jsonl"
     assert packaged is not None
     with gzip.open(packaged, "rt", encoding="utf-8") as plays:
         paragraphs = json.loads(plays.readline())["text"].split("\n\n")
-    texts = [text for i, each in enumerate(paragraphs) for text in (each.split() if i % 3 == 1 else [each])]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        for number, paragraph in enumerate(paragraphs):
+            for text in paragraph.split() if number % 3 == 1 else [paragraph]:
+                file.write(json.dumps({"text": text}) + "\n")
     return path
 
 
@@ -320,32 +328,32 @@ class _Run(NamedTuple):
 def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Path) -> Iterator[str]:
     """Trains in a process of its own that simulates this many devices; yields the name of each run once it has ended.
 
-    The process ends with this one, and with the iterator.
+    The process ends with the iterator; without its parent, at the end of a run.
     """
-    before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    flags = [flag for flag in (before["XLA_FLAGS"] or "").split() if "host_platform_device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
-    os.environ["JAX_PLATFORMS"] = "cpu"
     context = multiprocessing.get_context("spawn")
     ended, ends = context.Pipe(duplex=False)
-    process = context.Process(target=_with_parent, args=(_train_all, path, runs, directory, ends))
-    try:
-        process.start()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    process = context.Process(target=_simulate, args=(devices, _train_all, path, runs, directory, ends), daemon=True)
+    process.start()
     ends.close()  # the process has its own
     left = [run.name for run in runs]
     try:
         with contextlib.suppress(EOFError):  # the process has ended
             while left:
-                yield left.pop(left.index(ended.recv()))
+                name = ended.recv()
+                left.remove(name)
+                yield name
         yield from left
     finally:
         process.kill()
         process.join()
+
+
+def _simulate(devices: int, train_all: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a process whose jax has not started, with that many simulated devices."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    train_all(*arguments)
 
 
 def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: Connection) -> None:
@@ -365,30 +373,16 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
         def after_step(self, step: int, record: Any, state: Any) -> bool:
             return step == 1
 
-    for name, words, restarts in runs:
-        said = io.StringIO()
+    for run in runs:
         try:
-            with contextlib.redirect_stdout(said):
-                if restarts:
-                    train(load_config(path, words), callbacks=[End()])
-                train(load_config(path, words))
+            with contextlib.redirect_stdout(io.StringIO()):
+                if run.restarts:
+                    train(load_config(path, run.words), callbacks=[End()])
+                train(load_config(path, run.words))
         except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
-            (directory / name).mkdir(parents=True, exist_ok=True)
-            (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
-        ended.send(name)
-
-
-def _with_parent(function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function in a child process, which ends when its parent does."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-    function(*arguments)
+            (directory / run.name).mkdir(parents=True, exist_ok=True)
+            (directory / run.name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
+        ended.send(run.name)
 
 
 def _failure(run: Path) -> str:
@@ -402,26 +396,31 @@ def _failure(run: Path) -> str:
 def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
     from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics, lines_of
 
-    if why := _failure(directory / name):
-        return Verdict(split, optimizer, difference=f"it does not run: {why}")
-    runs = directory / _WHOLE_RUN, directory / name
-    compared = compare_metrics(runs, TOLERANCE)
-    found, (last, last_of_split) = compared.difference, compared.last
+    failure = _failure(directory / name)
+    if failure:
+        return Verdict(split, optimizer, difference=f"it does not run: {failure}")
+    runs = (directory / _WHOLE_RUN, directory / name)
     whole, other = (lines_of(run) for run in runs)
-    pairs = [(whole[key].get("loss"), other[key].get("loss")) for key in whole.keys() & other.keys()]
-    # A loss is null where it is not finite, and 0 in a step without targets.
-    loss = max((abs(b - a) / (abs(a) or 1.0) for a, b in pairs if a is not None and b is not None), default=0.0)
-    said = ""
-    if found is not None:
-        field, (first, second) = next(iter(found.fields.items()))
-        said = f"step {found.step}: {field} {first} and {second}"
+    largest = 0.0
+    for key in whole.keys() & other.keys():
+        expected, loss = whole[key].get("loss"), other[key].get("loss")
+        if expected is not None and loss is not None:  # null where it is not finite
+            size = abs(expected) or 1.0  # 0 in a step without targets
+            largest = max(largest, abs(loss - expected) / size)
+    verdict = Verdict(split, optimizer, loss=largest)
+    compared = compare_metrics(runs, TOLERANCE)
+    last, last_of_split = compared.last
+    if compared.difference is not None:
+        field, (first, second) = next(iter(compared.difference.fields.items()))
+        difference = f"step {compared.difference.step}: {field} {first} and {second}"
+        verdict = dataclasses.replace(verdict, difference=difference)
     elif last != last_of_split:
-        said = f"the run ends after step {last_of_split}, not {last}"
-        return Verdict(split, optimizer, difference=said, loss=loss)
+        return dataclasses.replace(verdict, difference=f"the run ends after step {last_of_split}, not {last}")
     if optimizer != "sgd":
-        return Verdict(split, optimizer, difference=said, loss=loss)
+        return verdict
     saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step
-    if saved.arrays and not said:
-        worst = max(saved.arrays, key=lambda array: saved.arrays[array])
-        said = f"{worst} after step {saved.step}: {saved.arrays[worst]:.3g}"
-    return Verdict(split, optimizer, difference=said, loss=loss, parameters=saved.largest)
+    if saved.arrays and not verdict.difference:
+        array = max(saved.arrays, key=lambda name: saved.arrays[name])
+        difference = f"{array} after step {saved.step}: {saved.arrays[array]:.3g}"
+        verdict = dataclasses.replace(verdict, difference=difference)
+    return dataclasses.replace(verdict, parameters=saved.largest)

@@ -1,5 +1,5 @@
 "use strict";
-// Redraws the charts with another x-axis, zoom, smoothing or fewer runs, and shows the values under the pointer.
+// Draws the charts, with a choice of x-axis, zoom, smoothing and runs, and shows the values under the pointer.
 (() => {
   const { frame, grids, charts, marks } = JSON.parse(document.getElementById("data").textContent);
   const { width, left, right, top, bottom } = frame;

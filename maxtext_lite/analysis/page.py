@@ -1,17 +1,18 @@
 """The page: one HTML file that needs no network."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape as _e
 from pathlib import Path
+from typing import Any
 
 from maxtext_lite.analysis.charts import AXES
-from maxtext_lite.analysis.curves import Json, chart_svg, color_class, make_board
+from maxtext_lite.analysis.curves import FRAME, Json, color_class, make_board
 from maxtext_lite.analysis.plan_view import long_number, memory_parts, plain, plan_rows
 from maxtext_lite.analysis.run_data import Run
 from maxtext_lite.analysis.summary import NONE, advice, status, summary
 from maxtext_lite.config.errors import bytes_text
-from maxtext_lite.config.records import as_list, as_object
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
@@ -157,11 +158,16 @@ def _summary(runs: Sequence[Run]) -> str:
 def _curves(runs: Sequence[Run], board: Json) -> str:
     if not board["charts"]:
         return "<p>Nothing to draw yet: no step has been recorded.</p>"
-    figures = "".join(
-        f"<figure><figcaption><h3>{_e(chart['title'])}</h3><span>{_e(chart['unit'])}</span>"
-        f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
-        for chart in board["charts"]
-    )
+    figures = ""
+    for chart in board["charts"]:
+        title, unit = _e(chart["title"]), _e(chart["unit"])
+        label = f"{title}, {unit}" if unit else title
+        figures += (
+            f"<figure><figcaption><h3>{title}</h3><span>{unit}</span>"
+            f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>'
+            f'<svg class="chart" viewBox="0 0 {FRAME["width"]} 460" role="img" tabindex="0" aria-label="{label}"></svg>'
+            "</figure>"
+        )
     averaged = any("first" in grid for grid in board["grids"])
     note = " Lines are means of several steps; bands span their lowest to highest values." if averaged else ""
     axes = "".join(
@@ -173,7 +179,8 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
         f'<button type="button" data-run="{number}" aria-pressed="true">{_name(number, runs)}</button>'
         for number in range(len(runs) if len(runs) > 1 else 0)
     )
-    return f"""<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
+    return f"""<noscript><p class="note">The charts need JavaScript.</p></noscript>
+<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
 <label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0.6"></label>
 <button type="button" id="reset" hidden>whole axis</button></div>{legend}</div>
 <p class="quiet">Drag over a chart to zoom, double-click for the whole axis; keys: arrows, + and Esc.\
@@ -217,7 +224,7 @@ def _timeline(run: Run) -> str:
 
 def _plans(runs: Sequence[Run]) -> str:
     tables = [plan_rows(run.plan) for run in runs]
-    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run) for run in runs]
+    rest = [_notes(run.plan.get("warnings", ())) + _ramp(run.plan) + _memory(run) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
     said = ("num_devices", "loading_hosts")  # the meaning of all others is the same for every run
@@ -225,56 +232,57 @@ def _plans(runs: Sequence[Run]) -> str:
     return _comparison(runs, cells) + _of_each(runs, rest)
 
 
-def _ramp(plan: Mapping[str, object]) -> str:
+def _ramp(plan: Mapping[str, Any]) -> str:
     """The stages of the ramp, each with a bar that shows its batch size."""
-    ramp, target = as_object(plan.get("rampup")), plan.get("global_batch_to_train")
-    stages, total = [as_object(stage) for stage in as_list(ramp.get("stages"))], ramp.get("total_steps")
-    if not stages:
+    ramp = plan.get("rampup")
+    if ramp is None:
         return ""
-    first = total + 1 if isinstance(total, int) else None
-    stages.append({**plan, "first_step": first, "num_steps": "the rest", "samples": NONE})
+    last = {**plan, "first_step": ramp["total_steps"] + 1, "num_steps": "the rest", "samples": NONE}
     rows: dict[str, list[str]] = {}
-    for stage in stages:
-        size = stage.get("global_batch_to_train")
-        share = size / target if isinstance(size, int) and isinstance(target, int) and target else 0
-        cells = [_e(plain(stage.get(key))) for key in _STAGE_KEYS]
-        rows[plain(stage.get("first_step"))] = [*cells, _bar(share)]
+    for stage in (*ramp["stages"], last):
+        cells = [_e(plain(stage[key])) for key in _STAGE_KEYS]
+        share = stage["global_batch_to_train"] / plan["global_batch_to_train"]
+        rows[plain(stage["first_step"])] = [*cells, _bar(share)]
     about = (
-        f"{_e(plain(ramp.get('num_increments')))} increments of {_e(plain(ramp.get('samples_per_increment')))} "
-        f"examples, {_e(plain(total))} steps in all."
+        f"{plain(ramp['num_increments'])} increments of {plain(ramp['samples_per_increment'])} "
+        f"examples, {plain(ramp['total_steps'])} steps in all."
     )
     return f"<h3>Ramp-up</h3><p>{about}</p>{_table('stages', [*_STAGE_KEYS.values(), ''], rows, corner='first step')}"
 
 
-def _data(plan: Mapping[str, object]) -> str:
+def _data(plan: Mapping[str, Any]) -> str:
     """Counts for each source of text, and the lengths of all documents."""
     sources: dict[str, Json] = {}
-    counts: dict[int, int] = {}
-    for about in (as_object(each) for key in ("data", "mixture") for each in as_list(plan.get(key))):
+    counts = Counter[int]()
+    for about in (*(plan.get("data") or ()), *(plan.get("mixture") or ())):
         sources.setdefault(plain(about.get("name") or "all"), {}).update(about)
-        for power, count in enumerate(as_list(about.get("lengths"))[:64]):
-            counts[power] = counts.get(power, 0) + (count if isinstance(count, int) else 0)
-    most = max(counts.values(), default=0)
+        lengths: list[int] = about.get("lengths", [])
+        counts.update(dict(enumerate(lengths)))
     heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
-    rows = {name: [_e(plain(about[key])) if key in about else NONE for key in heads] for name, about in sources.items()}
-    bars = {
-        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [f"{count:,}", _bar(count / most)]
-        for power, count in counts.items()
-        if most > 0
-    }
+    rows: dict[str, list[str]] = {}
+    for name, about in sources.items():
+        rows[name] = [_e(plain(about[key])) if key in about else NONE for key in heads]
+    bars: dict[str, list[str]] = {}
+    for power, count in counts.items():
+        bars[f"{2**power:,} to {2 ** (power + 1) - 1:,}"] = [f"{count:,}", _bar(count / max(counts.values()))]
     return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents by number of tokens", ""), bars)
 
 
 def _memory(run: Run) -> str:
     sentence, parts = memory_parts(run.plan)
-    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step"))
-    found = [f"{bytes_text(size)} {name}" for key, name in others if isinstance(size := run.memory.get(key), int)]
+    if not parts:
+        return ""
+    sizes = [f"{sentence}, as planned"]
+    for key, name in (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step")):
+        size = run.memory.get(key)
+        if size is not None:
+            sizes.append(f"{bytes_text(size)} {name}")
     bar = legend = ""
     for color, (name, text, share) in enumerate(parts):
         bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
         legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
     bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
-    return f"<h3>Memory</h3><p>{'; '.join([f'{sentence}, as planned', *found])}.</p>{bar}" if parts else ""
+    return f"<h3>Memory</h3><p>{'; '.join(sizes)}.</p>{bar}"
 
 
 def _settings(runs: Sequence[Run]) -> str:
@@ -291,7 +299,5 @@ def _settings(runs: Sequence[Run]) -> str:
 
 def _environment(run: Run) -> dict[str, str]:
     """environment.json without nesting: package versions beside the rest, without devices, which the summary has."""
-    packages = as_object(run.environment.get("packages"))
-    apart = ("devices", "packages") if packages else ("devices",)
-    flat = {**run.environment, **packages}
-    return {key: _e(plain(value)) for key, value in flat.items() if key not in apart}
+    flat = {**run.environment, **run.environment.get("packages", {})}
+    return {key: _e(plain(value)) for key, value in flat.items() if key not in ("devices", "packages")}

@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from maxtext_lite.batching.ledger import PARTS
-from maxtext_lite.config.errors import bytes_text, value_text
-from maxtext_lite.config.records import as_list, as_object
+from maxtext_lite.config.errors import bytes_text, counted, value_text
 
 _MEANINGS = {
     "num_devices": "all devices of the mesh",
@@ -67,23 +65,21 @@ _APART = ("mesh", "rampup", "memory", "mixture", "data", "warnings", "num_hosts"
 def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Value and meaning of every entry of plan.json, including RL, but without ramp, memory, data and warnings."""
     rows: dict[str, tuple[str, str]] = {}
-    pipelined = plan.get("num_pipeline_stages", 1) != 1
-    hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
+    is_pipelined = plan.get("num_pipeline_stages", 1) != 1
     for key, value in plan.items():
-        if key in _APART or value is None or ("pipeline" in key and not pipelined):
+        if key in _APART or value is None or ("pipeline" in key and not is_pipelined):
             continue
         if key == "num_devices":
-            sizes = as_object(plan.get("mesh")).items()
-            used = " × ".join(f"{axis} {plain(size)}" for axis, size in sizes if size != 1) or "all mesh axes 1"
-            on = "" if hosts is None else f", on {plain(hosts)} host{'' if hosts == 1 else 's'}"
-            rows[key] = (plain(value), used + on)
-        elif key == "loading_hosts" and loading and all(isinstance(host, int) for host in loading):
-            rows[key] = (f"{len(loading):,} of {plain(hosts)}", f"hosts {ranges(loading)}")
-        elif key == "resumed" and as_object(value):
-            done = as_object(value)
-            rows[key] = (f"after step {plain(done.get('step'))}", f"{plain(done.get('examples_seen'))} examples")
-        elif key == "rl" and as_object(value):
-            rows |= {name: (plain(each), _MEANINGS.get(name, "")) for name, each in as_object(value).items()}
+            sizes = [f"{axis} {size:,}" for axis, size in plan["mesh"].items() if size != 1]
+            mesh = " × ".join(sizes) or "all mesh axes 1"
+            rows[key] = (plain(value), f"{mesh}, on {counted(plan['num_hosts'], 'host')}")
+        elif key == "loading_hosts":
+            rows[key] = (f"{len(value):,} of {plan['num_hosts']:,}", f"hosts {ranges(value)}")
+        elif key == "resumed":
+            rows[key] = (f"after step {value['step']:,}", f"{value['examples_seen']:,} examples")
+        elif key == "rl":
+            for name, each in value.items():
+                rows[name] = (plain(each), _MEANINGS.get(name, ""))
         else:
             rows[key] = (plain(value), _MEANINGS.get(key, ""))
     return rows
@@ -91,20 +87,25 @@ def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending integers in short form: 0–3, 8, 10–11."""
-    starts = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(numbers)) if two != one + 1)]
-    spans = [numbers[start:end] for start, end in pairwise([*starts, len(numbers)])] if numbers else []
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{span[0]}–{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
 
 
 def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
     """The memory of a device in words, and each part's name, bytes and share of the limit or of a larger total."""
-    memory = as_object(plan.get("memory"))
-    found = as_object(memory.get("at_peak")) or memory
-    parts = [(name, found[key]) for key, name in PARTS.items() if isinstance(found.get(key), int | float)]
-    total, limit = (value if isinstance(value, int | float) else 0 for value in map(memory.get, ("total", "limit")))
-    if not parts or total <= 0:
+    memory = plan.get("memory")
+    if memory is None:
         return "", []
-    sentence = bytes_text(int(total)) + (f" of {bytes_text(int(limit))}" if limit > 0 else "") + " per device"
+    total = memory["total"]
+    limit = memory["limit"] or 0
+    sentence = f"{bytes_text(total)} of {bytes_text(limit)} per device" if limit else f"{bytes_text(total)} per device"
+    at_peak = memory.get("at_peak", memory)
+    parts = [(name, at_peak[key]) for key, name in PARTS.items() if key in at_peak]
     return sentence, [(name, bytes_text(size), size / max(limit, total)) for name, size in parts]
 
 

@@ -11,7 +11,6 @@ a wrong scale. Parts that a run computes plainly are not compared.
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,10 +23,9 @@ from jax.typing import DTypeLike
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import UserError
 from maxtext_lite.config.keys import ATTENTION_KINDS
-from maxtext_lite.config.records import with_numbers
+from maxtext_lite.config.records import without_infinities
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.experts import ExpertWeights, dropless
 from maxtext_lite.models.layers import HEADS_AXES, OutputHead
 from maxtext_lite.models.ops import TOKENS, project_array
 from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
@@ -158,7 +156,7 @@ def check_kernels(run: TrainingRun, batch: Rows, say: Callable[[str], None]) -> 
                 f"documents of the first batch ({said}). Use {piece.instead}."
             )
     if found:
-        run.note_environment(kernels=with_numbers(found, math.inf))
+        run.note_environment(kernels=without_infinities(found))
     if wrong:
         raise UserError(wrong)
 
@@ -244,6 +242,8 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
 
 def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
     """The grouped matmuls of a few experts without biases; real tokens are routed at random."""
+    from maxtext_lite.models.experts import ExpertWeights, dropless  # most models have no experts
+
     shards = num_shards("experts")
     count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
     few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}

@@ -103,7 +103,7 @@ class RolloutConfig(Section):
     rollout_slots: CountOrMinusOne
     rollout_tensor_parallelism: Count
     rollout_fsdp_parallelism: Count
-    rollout_engine: Literal["local", "vllm", "sglang", "http"]
+    rollout_engine: Literal["local", "vllm", "sglang"]
     rollout_url: Text
     rollout_correction: Literal["none", "truncated"]
     rollout_correction_cap: AtLeastOne

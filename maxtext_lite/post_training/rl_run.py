@@ -1,6 +1,7 @@
 """A run of reinforcement learning before its first step: the trainer, the sampler and the judge."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,19 +9,19 @@ import jax
 
 from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import install_text
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.post_training.batch import RLBatch
-from maxtext_lite.post_training.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation
 from maxtext_lite.post_training.pairs import Sampled
 from maxtext_lite.post_training.policy import Policy
 from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.post_training.rewards import Completion, Rewards, Scores, longest_seconds
-from maxtext_lite.post_training.rollout import LocalEngine, Request, Response, RolloutEngine
+from maxtext_lite.post_training.rollout import ANSWER_SECONDS, LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
 from maxtext_lite.training.run import TrainingRun
@@ -191,9 +192,13 @@ def _engine(
     config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
     if config.rollout_engine != "local":
+        if importlib.util.find_spec("httpx2") is None:
+            raise UserError(f"rollout_engine={config.rollout_engine} needs httpx2: {install_text('servers')}.")
+        from maxtext_lite.post_training.http_engine import HttpEngine
+        from maxtext_lite.post_training.server_kinds import SERVER_KINDS
+
         return HttpEngine(
-            config.rollout_engine,
-            config.rollout_url,
+            SERVER_KINDS[config.rollout_engine]("rollout_url", config.rollout_url),
             config,
             run_directory(config),
             sampling=_sampling(config),

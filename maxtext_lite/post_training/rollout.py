@@ -26,6 +26,9 @@ from maxtext_lite.training.state import abstract_on_mesh
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
 
+ANSWER_SECONDS = 1800.0
+"""The longest time for a server's answer, with all attempts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

@@ -60,14 +60,19 @@ def _model_text(run: TrainingRun) -> str:
     trained = num_elements(run.decoder.trained(run.decoder.abstract_params))
     adapters = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
     peak = run.peak_tflops
-    mfu = "MFU is not shown: their peak is unknown" if peak is None else f"MFU is relative to {peak:g} TFLOP/s each"
+    mfu = (
+        "MFU is not shown: this device's peak is unknown"
+        if peak is None
+        else f"MFU is relative to {peak:g} TFLOP/s each"
+    )
     return f"{parameters:,} parameters{adapters} on {run.mesh.size} x {jax.devices()[0].device_kind}; {mfu}"
 
 
 def _batch_text(plan: BatchPlan) -> str:
+    devices = "device" if plan.num_devices == 1 else "devices"
     return (
         f"{plan.steps:,} steps of {plan.global_batch_to_train:,} {'pairs' if plan.rl else 'examples'} = "
-        f"{float(plan.per_device_batch_size):g} per device x {plan.num_devices:,} devices x "
+        f"{float(plan.per_device_batch_size):g} per device x {plan.num_devices:,} {devices} x "
         f"{plan.gradient_accumulation_steps} accumulation"
     )
 
@@ -122,7 +127,6 @@ def _write_files(run: TrainingRun, end: int) -> list[str]:
     if has_model_files or run.source.ends or (directory / "hf").is_dir():
         for store in load_installed("model_files"):
             new_ends += store(config, directory / "hf", run.source.ends)
-    run.files.remove_gone()  # what an earlier start stored
     plan = run.plan.to_json()
     if table := mixture_table(run.source, 0, end):
         plan["mixture"] = table

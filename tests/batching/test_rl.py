@@ -25,7 +25,7 @@ WORDS = (
     "micro_batch_size=8",
 )
 APART = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
-SERVER = ("rollout_engine=http", "rollout_url=http://x/v1")
+SERVER = ("rollout_engine=sglang", "rollout_url=http://x/v1")
 
 
 def plan_of(*overrides, gigabytes=80.0):

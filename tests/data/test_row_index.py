@@ -10,8 +10,8 @@ from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import rows as row_index
-from maxtext_lite.data.prepared import CACHE_VARIABLE
-from maxtext_lite.data.rows import IndexPlace, rows_of
+from maxtext_lite.data.cache import CACHE_VARIABLE, IndexPlace
+from maxtext_lite.data.rows import rows_of
 
 
 def stream_of(lengths):

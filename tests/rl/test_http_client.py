@@ -1,5 +1,6 @@
 """Answers of servers that misbehave: each a thread that sends what a test gives it; and the completions in answers."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,13 +14,10 @@ from maxtext_lite.models import Sampling
 from maxtext_lite.post_training.http_client import Server
 from maxtext_lite.post_training.server_answers import (
     Asked,
-    read_completion,
     read_generation,
     read_vllm_completion,
 )
 from tests.tables import read_table
-
-MOST_BYTES = 10_000
 
 
 def response(body=b'{"a": 1}', *headers, status="200 OK"):
@@ -65,10 +63,16 @@ def server_at(port, **how):
     )
 
 
-def post(server, ends=None, **how):
-    return server.post(
-        "/v1/do", {"b": 2}, most_bytes=MOST_BYTES, ends=ends or threading.Event(), **how
-    )
+def ask(server, request):
+    async def connected():
+        async with server:
+            return await request(server)
+
+    return asyncio.run(connected())
+
+
+def post(server, **how):
+    return ask(server, lambda server: server.post("/v1/do", {"b": 2}, **how))
 
 
 def drip(head):
@@ -81,12 +85,6 @@ def drip(head):
     return pieces
 
 
-def endless():
-    yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    while True:
-        yield b"1000\r\n" + b"x" * 4096 + b"\r\n"
-
-
 @pytest.mark.fast
 def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
     answer = response(
@@ -95,11 +93,8 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
     with serving(answer, answer) as (port, heard):
         server = server_at(port)
         assert post(server) == {"a": "é"}
-        assert server.get("/v1/about?all=1", most_bytes=MOST_BYTES) == {"a": "é"}
-    assert (server.name, server.path) == (
-        f"rollout_url=http://127.0.0.1:{port}/v1",
-        "/v1",
-    )
+        assert ask(server, lambda server: server.get("/v1/about?all=1")) == {"a": "é"}
+    assert server.name == f"rollout_url=http://***@127.0.0.1:{port}/v1/"
     head, _, body = heard[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/do HTTP/1.1\r\n")
     assert b"Authorization: Basic bWU6c2VAY3JldA==" in head
@@ -113,17 +108,13 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
         response(b"", "Location: http://u:secret@elsewhere/v1/do", status="307 Moved"),
         response(b"no\nsuch\x1b[1m", status="404 Not Found"),
         response(b'{"a": 1'),
-        response(b"[" * 9_000 + b"]" * 1_000),
-        endless,
     ],
 )
 def test_an_answer_that_is_wrong_is_one_line_at_once(answer):
     with serving(answer) as (port, _), pytest.raises(UserError) as refused:
         post(server_at(port))
     (problem,) = refused.value.problems
-    assert problem.startswith(
-        f"rollout_url=http://127.0.0.1:{port}/v1: http://127.0.0.1:{port}/v1/do "
-    )
+    assert problem.startswith(f"rollout_url=http://***@127.0.0.1:{port}/v1/: /v1/do ")
     assert "secret" not in problem
     assert problem.isprintable()
 
@@ -145,16 +136,11 @@ def test_what_may_pass_is_tried_again_where_it_may_be_asked_twice(answer):
     assert len(heard) == 1
 
 
-def test_an_answer_that_comes_letter_by_letter_or_that_nobody_waits_for_is_given_up():
+def test_an_answer_that_comes_letter_by_letter_is_given_up():
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"
     started = time.monotonic()
     with serving(drip(head)) as (port, _), pytest.raises(UserError, match="1 attempt "):
         post(server_at(port, timeout_seconds=0.4))
-    ends = threading.Event()
-    with serving(drip(head)) as (port, _):
-        threading.Timer(0.1, ends.set).start()
-        with pytest.raises(UserError, match="1 attempt "):
-            post(server_at(port, timeout_seconds=600), ends)
     assert time.monotonic() - started < 60  # the server never stops sending
 
 
@@ -171,7 +157,6 @@ ASKED = Asked(
 
 
 READERS = {
-    "http": read_completion,
     "vllm": read_vllm_completion,
     "sglang": read_generation,
 }

@@ -229,7 +229,7 @@ ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "
 def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
     with rewards("reward_functions=m:prints,m:judge") as judge:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(judge._worker._popen.pid, number)
+            os.kill(judge._worker._process.pid, number)
         assert judged(judge, ANSWERS[:1], ["c"]).total.tolist() == [1]
         assert judged(judge, ANSWERS[:1], ["dd"]).total.tolist() == [2]
     out, errors = capfd.readouterr()
@@ -244,14 +244,11 @@ def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_starte
 ):
     with rewards("reward_functions=m:starts,m:sleeps") as judge:
         worker = judge._worker
-        (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
-        call = json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n"
+        (started,) = worker.ask({"name": "m:starts", **ASKED}, 60)["rewards"]
         if amid_a_call:  # as where this process has died
-            os.write(worker._to, call)
-            worker._close_pipes()
-        else:
-            worker.close()
-        assert worker._popen.wait(60) == (-signal.SIGKILL if amid_a_call else 0)
+            worker._connection.send({"name": "m:sleeps", **ASKED})
+        worker._connection.close()
+        assert worker._process.wait(60) == -signal.SIGKILL
         deadline = time.monotonic() + 60
         while _is_running(int(started)):
             assert time.monotonic() < deadline
@@ -367,13 +364,13 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     monkeypatch,
 ):
     waited, started = [], []
-    asked = _Worker.asked
+    ask = _Worker.ask
 
     def timed(worker, request, limit):
         (waited if "arguments" in request else started).append(limit)
-        return asked(worker, request, limit)
+        return ask(worker, request, limit)
 
-    monkeypatch.setattr(_Worker, "asked", timed)
+    monkeypatch.setattr(_Worker, "ask", timed)
     with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
         scores = judged(judge, ANSWERS, ["hang"] * 4, 2)
     assert (scores.is_scored.any(), scores.errors) == (False, 4)

@@ -142,9 +142,9 @@ def rehash(checkpoint):
 
 def test_a_checkpoint_of_another_format_is_refused_and_its_parameters_load(saved, copy):
     about = copy / "checkpoints" / "7" / "about" / "metadata"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"format": 3}))
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"format": 4}))
     rehash(copy / "checkpoints" / "7")
-    with pytest.raises(UserError, match=r"format 3.* load_parameters_path"):
+    with pytest.raises(UserError, match=r"format 4.* load_parameters_path"):
         restored_as(copy, saved[1], fingerprint(config_of(), "text", None))
     same(
         load_parameters(copy, saved[1].abstract.params, "key"), saved[1].initial.params

@@ -105,7 +105,7 @@ def test_a_service_is_given_the_config_and_each_record_and_a_run_that_goes_on_is
             (NUMBERS,),
             {"step": 4, "run_id": "abc", "synchronous": False},
         )
-    words = ["rollout_engine=http", "rollout_url=http://me:secret@here:8000"]
+    words = ["rollout_engine=vllm", "rollout_url=http://me:secret@here:8000"]
     (tmp_path / "rl").mkdir()
     rl, service = load_config("configs/post_train/rl.yml", words), Service()
     tracker(service, rl, tmp_path / "rl", pytest.fail)
