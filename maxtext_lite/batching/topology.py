@@ -124,9 +124,9 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
 
 
-def mesh_text(mesh: Mapping[str, int], per_tensor_axes: str = "one device") -> str:
-    """`fsdp 4 x tensor 2`: the axes that split something; `per_tensor_axes` where none does."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or per_tensor_axes
+def mesh_text(mesh: Mapping[str, int], otherwise: str = "one device") -> str:
+    """`fsdp 4 x tensor 2`: the axes that split something; `otherwise` where none does."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or otherwise
 
 
 SPLIT_TOGETHER = {
