@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from maxtext_lite.data.cache import token_dtype
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     Manifest,
     manifest_text,
     stored_shard,
-    token_dtype,
 )
 
 

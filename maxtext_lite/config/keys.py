@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,10 +16,10 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
-from maxtext_lite.config.errors import UserError, WrongType, any_of, full_text, install_text, value_text
+from maxtext_lite.config.errors import UserError, WrongType, full_text, install_text, value_text
 from maxtext_lite.config.registry import NotInstalled, added_names, load, load_installed, names
 from maxtext_lite.config.types import (
     AtLeastOne,
@@ -63,7 +64,7 @@ from maxtext_lite.config.types import (
     StepsOrPartOfRun,
     Text,
     data_path_text,
-    from_entries,
+    make,
 )
 
 ATTENTION_KINDS = ("global", "local", "nope", "local_nope", "chunked")
@@ -85,13 +86,7 @@ MlpKind = Literal["moe", "dense"]
 """Whether a layer of a model with experts has experts, or a dense mlp in their place."""
 
 
-def _numbers(value: object) -> object:
-    if not isinstance(value, list | tuple):
-        raise WrongType("is not a list of numbers.")
-    return tuple(cast("list[object]", value))
-
-
-Factors = Annotated[tuple[Positive, ...], BeforeValidator(_numbers)]
+Factors = Annotated[tuple[Positive, ...], Field(strict=False)]
 """Numbers above 0."""
 _STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
@@ -102,20 +97,13 @@ class _Part:
     def to_mapping(self) -> dict[str, object]:
         """The entries that were given."""
         entries: dict[str, Any] = dataclasses.asdict(cast("Any", self))
-        given: dict[str, object] = {name: value for name, value in entries.items() if value is not None}
-        return given | {name: list(entries[name]) for name in ("short_factor", "long_factor") if name in given}
+        for name in ("short_factor", "long_factor"):
+            if entries.get(name) is not None:
+                entries[name] = list(entries[name])
+        return {name: value for name, value in entries.items() if value is not None}
 
     def __str__(self) -> str:
         return full_text(self.to_mapping())
-
-    @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """The part with these entries.
-
-        Raises:
-          WrongType: an entry is unknown, missing or out of range.
-        """
-        raise NotImplementedError
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -139,7 +127,7 @@ class RopeScaling(_Part):
       arXiv:2407.21783, section 3.4.1; longrope is Ding et al. 2024, arXiv:2402.13753.
     """
 
-    rope_type: str
+    rope_type: Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
     factor: AtLeastOne | None = None
     original_max_position_embeddings: Count | None = None
     low_freq_factor: NotNegative | None = None
@@ -153,20 +141,22 @@ class RopeScaling(_Part):
     short_factor: Factors | None = None
     long_factor: Factors | None = None
 
-    @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """See _Part."""
-        kind = str(values.get("rope_type"))
-        if kind not in ROPE_ENTRIES:
-            raise WrongType(f"needs a rope_type: {any_of(list(ROPE_ENTRIES))}.")
-        needed, optional = ROPE_ENTRIES[kind]
-        part = from_entries(cls, values, f"rope_type={kind}", ("rope_type", *needed), optional)
-        if (part.low_freq_factor or 0) > (part.high_freq_factor or 0):
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        needed, optional = ROPE_ENTRIES[self.rope_type]
+        given = self.to_mapping()
+        for name in needed:
+            if name not in given:
+                raise WrongType(f"lacks {name}, which rope_type={self.rope_type} needs.")
+        for name in given:
+            if name not in ("rope_type", *needed, *optional):
+                raise WrongType(f"has {name}, which rope_type={self.rope_type} does not take.")
+        if (self.low_freq_factor or 0) > (self.high_freq_factor or 0):
             raise WrongType("has a low_freq_factor above its high_freq_factor.")
-        is_undecided = part.original_max_position_embeddings == 1 and (part.factor or 0) > 1
-        if kind == "longrope" and is_undecided and part.attention_factor is None:
+        is_undecided = self.original_max_position_embeddings == 1 and (self.factor or 0) > 1
+        if self.rope_type == "longrope" and is_undecided and self.attention_factor is None:
             raise WrongType("lacks attention_factor, which original_max_position_embeddings=1 does not decide.")
-        return part
+        return self
 
 
 ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -198,15 +188,7 @@ class PositionTemperature(_Part):
     scale: NotNegative
     floor_scale: Count
     offset: CountOrZero = 0
-    layers: str = "all"
-
-    @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """See _Part."""
-        part = from_entries(cls, values, "position_temperature", ("scale", "floor_scale"), ("offset", "layers"))
-        if part.layers not in ("all", "nope"):
-            raise WrongType(f"has layers={value_text(part.layers)}, which must be all or nope.")
-        return part
+    layers: Literal["all", "nope"] = "all"
 
     def of(self, kind: str) -> bool:
         """Whether layers of a kind have it."""
@@ -228,16 +210,8 @@ class Mla(_Part):
     q_lora_rank: CountOrZero
     kv_lora_rank: Count
     qk_nope_head_dim: Count
-    qk_rope_head_dim: Count
+    qk_rope_head_dim: Annotated[Count, Field(multiple_of=2)]
     v_head_dim: Count
-
-    @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """See _Part."""
-        part = from_entries(cls, values, "latent attention", [field.name for field in dataclasses.fields(cls)])
-        if part.qk_rope_head_dim % 2:
-            raise WrongType("has an odd qk_rope_head_dim; it must be even for rotary positions.")
-        return part
 
 
 def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
@@ -246,11 +220,7 @@ def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
             return value
         if not isinstance(value, dict):
             raise WrongType("is not a mapping, as {name: value}.", (None,))
-        entries = cast("dict[str, Any]", value)
-        try:
-            return kind.checked(entries) if entries else None
-        except WrongType as error:
-            raise WrongType(str(error), (None,)) from None
+        return make(kind, cast("dict[str, object]", value)) if value else None
 
     return check
 
@@ -270,6 +240,17 @@ PositionTemperatureOrNone = Annotated[
 """A mapping that makes a PositionTemperature; {} is none."""
 
 
+def name_of_path(path: str) -> str:
+    """The last part of a path without suffixes, or the path where that is blank: web for data/web/ and web.jsonl.gz."""
+    last = PurePath(path).name
+    name = last[:1] + last[1:].split(".")[0]
+    return name if name.strip() else path
+
+
+def _name_of_entry(values: dict[str, str]) -> str:
+    return name_of_path(values["path"])
+
+
 class HeldOutEntry(Section):
     """One held-out set.
 
@@ -278,7 +259,7 @@ class HeldOutEntry(Section):
     """
 
     path: DataPathName
-    name: Name = "-"
+    name: Name = Field(default_factory=_name_of_entry)
 
 
 class MixtureEntry(Section):
@@ -293,7 +274,7 @@ class MixtureEntry(Section):
     path: DataPathName
     weight: Exact
     max_epochs: ExactOrUnlimited = Fraction(-1)
-    name: Name = "-"
+    name: Name = Field(default_factory=_name_of_entry)
 
 
 SourceEntry = HeldOutEntry | MixtureEntry
@@ -317,60 +298,28 @@ class MixtureList(SourceList):
     entries: tuple[MixtureEntry, ...]
 
 
-def name_of_path(path: str) -> str:
-    """The last part of a path without suffixes, or the path where that is blank: web for data/web/ and web.jsonl.gz."""
-    last = PurePath(path).name
-    name = last[:1] + last[1:].split(".")[0]
-    return name if name.strip() else path
+def _list_of(made: type[SourceList], kind: type[SourceEntry], example: str) -> Callable[[object], object]:
+    """The check of a value that is a path or a list of mappings, such as `example`."""
 
-
-@dataclass(frozen=True)
-class _ListOf:
-    """The check of a value that is a path or a list.
-
-    Attributes:
-      what: what the list is, for messages.
-      example: an entry of it.
-      needed, optional: the names that an entry has.
-    """
-
-    made: type[SourceList]
-    kind: type[HeldOutEntry] | type[MixtureEntry]
-    what: str
-    example: str
-    needed: tuple[str, ...]
-    optional: tuple[str, ...]
-
-    def __call__(self, value: object) -> object:
+    def check(value: object) -> object:
         if isinstance(value, SourceList):
             return cast("object", value)
-        if isinstance(value, Mapping):
-            raise WrongType(f"is not {self.what}: it must be a list, as [{self.example}].")
-        if not isinstance(value, list):
+        if not isinstance(value, list | dict):
             return data_path_text(value)
-        entries = [self._entry(number, entry) for number, entry in enumerate(cast("list[object]", value), start=1)]
-        _check_names(entries)
-        return self.made(tuple(entries))
+        stated = cast("list[object]", value)
+        entries: list[SourceEntry] = []
+        for entry in stated:
+            if not isinstance(entry, dict):
+                raise WrongType(f"is neither a path nor a list of mappings, as [{example}].")
+            entries.append(make(kind, cast("dict[str, object]", entry)))
+        if not entries:
+            raise WrongType("has no source.")
+        for name, times in Counter(entry.name for entry in entries).items():
+            if times > 1:
+                raise WrongType(f"has two sources named {value_text(name, 40)}: give each its own name.")
+        return made(tuple(entries))
 
-    def _entry(self, number: int, value: object) -> SourceEntry:
-        where = f"is not {self.what}: entry {number}"
-        if not isinstance(value, Mapping):
-            raise WrongType(f"{where} is not a mapping, as {self.example}.")
-        values = cast("Mapping[str, object]", value)
-        try:
-            entry = from_entries(self.kind, values, "a source", self.needed, self.optional)
-        except WrongType as wrong:
-            raise WrongType(f"{where} {wrong}") from None
-        return entry if "name" in values else entry.model_copy(update={"name": name_of_path(entry.path)})
-
-
-def _check_names(entries: Sequence[SourceEntry]) -> None:
-    if not entries:
-        raise WrongType("has no source.")
-    names = [entry.name for entry in entries]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise WrongType(f"has two sources named {value_text(twice, 40)}: give each its own name.")
+    return check
 
 
 def single_path(value: str | SourceList) -> str:
@@ -383,22 +332,8 @@ def _serialized(value: str | SourceList) -> str | Sequence[Mapping[str, object]]
     return value if isinstance(value, str) else [entry.model_dump() for entry in value.entries]
 
 
-_MIXTURE = _ListOf(
-    made=MixtureList,
-    kind=MixtureEntry,
-    what="a mixture",
-    example="{path: web.jsonl, weight: 0.7}",
-    needed=("path", "weight"),
-    optional=("max_epochs", "name"),
-)
-_HELD_OUT = _ListOf(
-    made=SourceList,
-    kind=HeldOutEntry,
-    what="a list of held-out sets",
-    example="{path: web.jsonl, name: web}",
-    needed=("path",),
-    optional=("name",),
-)
+_MIXTURE = _list_of(MixtureList, MixtureEntry, "{path: web.jsonl, weight: 0.7}")
+_HELD_OUT = _list_of(SourceList, HeldOutEntry, "{path: web.jsonl, name: web}")
 
 PathOrSources = Annotated[str | MixtureList, BeforeValidator(_MIXTURE), PlainSerializer(_serialized)]
 """A path, or a list of mappings with the keys of `MixtureEntry`."""
@@ -541,7 +476,7 @@ class ObjectiveKind:
 
 
 TEXT = SourceKind("maxtext_lite.data.sources:open_text", is_mixable=True)
-PREPARED = SourceKind("maxtext_lite.data.sources:open_prepared_rows", is_mixable=True, reads_buckets=True)
+PREPARED = SourceKind("maxtext_lite.data.prepared_rows:open_prepared_rows", is_mixable=True, reads_buckets=True)
 SYNTHETIC = SourceKind("maxtext_lite.data.sources:open_synthetic", reads_files=False)
 PRETRAIN = ObjectiveKind("maxtext_lite.training.objective:next_token", "text")
 

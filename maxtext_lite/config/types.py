@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fractions import Fraction
 from typing import Annotated, Literal, TypeVar, get_args
@@ -13,14 +12,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     PlainSerializer,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, ErrorDetails
-from pydantic_core.core_schema import no_info_wrap_validator_function
+from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_text, value_text
@@ -98,17 +96,13 @@ def _packing(value: object) -> object:
     raise WrongType("is not concat (true), none (false) or best_fit.", (True, False))
 
 
-@dataclass(frozen=True)
-class _Or:
+def _or(special: int) -> WrapValidator:
     """Accepts a number that has a meaning of its own beside those that the type allows."""
 
-    special: int
+    def check(value: object, of_type: ValidatorFunctionWrapHandler) -> object:
+        return value if type(value) is int and value == special else of_type(value)
 
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def check(value: object, of_type: ValidatorFunctionWrapHandler) -> object:
-            return value if type(value) is int and value == self.special else of_type(value)
-
-        return no_info_wrap_validator_function(check, handler(source))
+    return WrapValidator(check)
 
 
 def exact(value: object) -> Fraction:
@@ -250,9 +244,9 @@ CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port, or 0: none."""
-HangTimeout = Annotated[int, Field(ge=5, le=86400), _Or(0)]
+HangTimeout = Annotated[int, Field(ge=5, le=86400), _or(0)]
 """From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
-CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _Or(-1)]
+CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _or(-1)]
 """An integer of at least 1, or -1: derived or off."""
 StepsOrPartOfRun = Annotated[int | Fraction, _steps(0, "the run"), _exactly]
 """An integer of at least 0, or a number between 0 and 1: that part of the run's steps."""
@@ -307,39 +301,38 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
 
-Entries = TypeVar("Entries")
+Made = TypeVar("Made")
 
 
-def from_entries(
-    kind: Callable[..., Entries],
-    values: Mapping[str, object],
-    owner: str,
-    needed: Sequence[str],
-    optional: Sequence[str] = (),
-) -> Entries:
-    """A pydantic object made from a mapping that a key has as its value.
+def make(kind: type[Made], values: Mapping[str, object]) -> Made:
+    """The pydantic object that a mapping describes, which is the value of a key or an entry of it.
 
-    Args:
-      owner: what has these entries, for the message.
     Raises:
-      WrongType: an entry is unknown, missing, empty or of the wrong type.
+      WrongType: an entry is unknown, missing or of the wrong type.
     """
-    known = (*needed, *optional)
-    for name, value in values.items():
+    known = kind.__annotations__
+    for name in values:
         if name not in known:
-            rule = f"which {owner} does not take; it takes {', '.join(known)}"
-            raise WrongType(f"has {value_text(name, 40)}, {rule}.{did_you_mean(name, known)}")
-        if value is None:
-            raise WrongType(f"has no value for {name}.")
-    for name in needed:
-        if name not in values:
-            raise WrongType(f"lacks {name}, which {owner} needs.")
+            raise WrongType(f"has {value_text(name, 40)}, which it does not take.{did_you_mean(str(name), known)}")
     try:
         return kind(**values)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        rule = wrong["msg"].removeprefix("Value error, ")
-        raise WrongType(f"has {wrong['loc'][0]}={value_text(wrong['input'])}, which {rule}") from None
+        detail = error.errors()[0]
+    rule = _rule(detail)
+    if not detail["loc"]:
+        raise WrongType(f"{rule}.")
+    name = detail["loc"][0]
+    if detail["type"] == "missing":
+        raise WrongType(f"lacks {name}.")
+    raise WrongType(f"has {name}={value_text(detail['input'])}, which {rule}.")
+
+
+def _rule(detail: ErrorDetails) -> str:
+    """The words that follow `key=value`, without the full stop."""
+    stated = detail["input"]
+    if isinstance(stated, str) and detail["type"] in ("int_type", "float_type"):
+        return f"is text, not a number{_by_quotes(stated)}"
+    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
 
 
 def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> Refusal:
@@ -350,16 +343,13 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
       name: of the key for the user; "": that in `kind`.
     """
     key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
-    field, stated = kind.model_fields[str(detail["loc"][0])], detail["input"]
+    field = kind.model_fields[str(detail["loc"][0])]
     wrong = detail.get("ctx", {}).get("error")
     if detail["type"] == "literal_error":
         wrong = _no_choice(value, [str(choice) for choice in get_args(field.annotation) if choice])
     if isinstance(wrong, WrongType):
         return Refusal(key, f"{key}={value} {wrong}", wrong.nearest)
-    rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
-    if isinstance(stated, str) and detail["type"] in ("int_type", "float_type"):
-        rule = f"is text, not a number{_by_quotes(stated)}"
-    return Refusal(key, f"{key}={value} {rule}.", _nearest(detail, field))
+    return Refusal(key, f"{key}={value} {_rule(detail)}.", _nearest(detail, field))
 
 
 def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
@@ -368,9 +358,8 @@ def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
         least = next((each.ge for each in field.metadata if hasattr(each, "ge")), 0)
         most = next((each.le for each in field.metadata if hasattr(each, "le")), _LARGEST_COUNT)
-        specials = [each.special for each in field.metadata if isinstance(each, _Or)]
         near = dict.fromkeys((math.floor(stated), math.ceil(stated)))
-        legal = [number for number in near if least <= number <= most or number in specials]
+        legal = [number for number in near if least <= number <= most]
         return tuple(legal or [least if stated < least else most])
     if "ge" in bound:
         return (bound["ge"],)

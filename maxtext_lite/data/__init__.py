@@ -6,9 +6,8 @@ The names here need no jax, so that `plan` does not; `feed` and `sources_on_host
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.mixture import MixtureSource, open_mixture
 from maxtext_lite.data.order import example_ids, examples_hash
-from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.rows import REFERENCE, field_dtype
-from maxtext_lite.data.source import ExampleSource
+from maxtext_lite.data.source import Examples, ExampleSource
 from maxtext_lite.data.sources import example_shape, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -27,5 +26,4 @@ __all__ = [
     "load_tokenizer",
     "open_mixture",
     "open_sources",
-    "own_examples",
 ]

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
-from maxtext_lite.data.tasks import DIVIDED, WHOLE, Piece
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     PLAIN_SUFFIXES,
+    ROWS_SUFFIXES,
     check_unicode,
     is_kind,
     json_object,
     read_lines,
     read_text,
 )
+
+DIVIDED = (".jsonl", ".ndjson")
+"""Suffixes of files whose lines may be divided among pieces."""
+WHOLE = -1
+"""`Piece.stop` of a file that is read as a whole, so that its lines are known by number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a file.
+
+    Attributes:
+      start, stop: for a file of lines, those that begin at these bytes; for Parquet, its row groups; else all of it.
+    """
+
+    name: str
+    path: str
+    start: int
+    stop: int
 
 
 class Conversations(Protocol):
@@ -83,6 +102,8 @@ class DocumentReader:
             yield text
             return
         if is_kind(piece.name, ROWS_SUFFIXES):
+            from maxtext_lite.data.row_files import read_rows
+
             since = f" from row group {piece.start}" if piece.start else ""
             groups = None if piece.stop == WHOLE else range(piece.start, piece.stop)
             rows = read_rows(piece.name, piece.path, required=self._field, optional=self._optional, groups=groups)

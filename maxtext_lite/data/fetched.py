@@ -15,15 +15,13 @@ from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 from maxtext_lite.console import complain
 from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import cache_directory, file_sha256, locked
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     END_BYTES,
     MANIFEST_FILE,
     Manifest,
     Shard,
-    cache_directory,
-    file_sha256,
-    locked,
     manifest_of,
     size_and_ends,
 )

@@ -25,7 +25,6 @@ from maxtext_lite.config import Config, DataConfig, SourceList, UserError
 from maxtext_lite.config.errors import any_of, rounded_text
 from maxtext_lite.config.keys import name_of_path, source_kind
 from maxtext_lite.data.order import FILE_ORDER, example_ids
-from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.rows import Documents
 from maxtext_lite.data.source import ExampleSource, check_id
 from maxtext_lite.data.sources import Opened, open_path, open_sources
@@ -608,7 +607,7 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Mixtu
     if isinstance(sources[0], MixtureSource):
         return list(sources[0].parts)
     if not isinstance(config.dataset_path, SourceList):
-        name = "" if isinstance(sources[0], OwnExamples) else name_of_path(config.dataset_path)
+        name = name_of_path(config.dataset_path) if sources[0].is_of_dataset_path else ""
         return [MixtureComponent(name, sources[0].fingerprint, "1", None)]
     parts: dict[str, MixtureComponent] = {}
     for entry, source in zip(config.dataset_path.entries, sources, strict=True):

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.rows import FIELDS, field_dtype
-from maxtext_lite.data.source import ExampleSource
-
-
-class Examples(Protocol):
-    """User-provided data: a sequence from which any example may be requested at any time, by several threads.
-
-    With `grain_worker_count` above 0 it is pickled to the reading processes. It does not decide which example is read
-    when: an epoch is a permutation of all examples, determined by `data_shuffle_seed`.
-    """
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the examples: a run continues from its checkpoints only with the same fingerprint."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
-        """Arrays [max_target_length]: `tokens`, and `targets`, the token to predict at each position.
-
-        Optional are `segments`, the number of each token's document from 1, 0 for padding (default: 1); `positions`
-        within it (default: from 0); `weights` of targets, at least 0, and 0 where there is none, as in padding
-        (default: 1, in padding 0); and float32 fields of any other name for a custom objective. Weights multiply
-        losses, whose sum is divided by the number of weights above 0, whatever they are.
-        """
-        ...
+from maxtext_lite.data.source import Examples, ExampleSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +25,8 @@ class OwnExamples(ExampleSource):
     num_tokens: int
     vocab_size: int
     fields: tuple[str, ...]
+
+    is_of_dataset_path = False
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Prepared datasets: the manifest, the shards, and the directory that caches them.
+"""Prepared datasets: the manifest and the shards.
 
 A prepared dataset is a directory. It contains ArrayRecord shards, whose records are consecutive stretches of a stream
 of token ids; the places where documents start in the stream of all shards (`DOCUMENTS_FILE`); and `manifest.json`,
@@ -8,9 +8,7 @@ written last.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -27,7 +25,8 @@ from pydantic import NonNegativeInt, PositiveInt, Strict
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import check_file, is_directory, is_there, path_below, read_object, user_path
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, path_below, read_object
+from maxtext_lite.data.cache import file_sha256, map_array, token_dtype
 
 MANIFEST_FILE = "manifest.json"
 DOCUMENTS_FILE = "documents.i64"
@@ -131,12 +130,6 @@ def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, con
     return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
 
 
-def file_sha256(file: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def size_and_ends(file: Path) -> tuple[int, str]:
     """`Shard.bytes` and `Shard.ends` of a file, without reading the rest of it."""
     with file.open("rb") as opened:
@@ -146,11 +139,6 @@ def size_and_ends(file: Path) -> tuple[int, str]:
         opened.seek(max(size - END_BYTES, 0))
         content.update(opened.read(END_BYTES))
     return size, content.hexdigest()
-
-
-def token_dtype(vocab_size: int) -> str:
-    """The dtype for the ids of a vocabulary, of the fewest bytes."""
-    return "uint16" if vocab_size <= 2**16 else "int32"
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -327,27 +315,6 @@ def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Cal
     return content.hexdigest()
 
 
-def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
-    """The numbers in a file, read when they are accessed; pickled as the name of the file.
-
-    Args:
-      columns: 0 for a vector; otherwise the width of a matrix stored by rows.
-    """
-    shape = (-1, columns) if columns else (-1,)
-    if file.stat().st_size == 0:
-        return np.zeros(0, dtype).reshape(shape)  # nothing can be mapped
-    mapped = np.memmap(file, dtype, mode="r").reshape(shape).view(_Mapped)
-    mapped.made_of = (file, dtype, columns)
-    return mapped
-
-
-class _Mapped(np.memmap):
-    made_of: tuple[Path, str, int] | None = None  # None: a part of a mapped array, or computed from one
-
-    def __reduce__(self) -> Any:
-        return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
-
-
 def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
     """The stream of a prepared dataset, and where each document starts, then its length; int64, memory-mapped.
 
@@ -426,25 +393,3 @@ def _lengths(stream: RecordStream, starts: np.ndarray, first: int, stop: int) ->
             file = stream.directory / DOCUMENTS_FILE
             raise UserError(f"{file}: documents do not follow each other from number {at} on.")
         yield lengths
-
-
-CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
-"""The environment variable that names the cache directory; by default ~/.cache/maxtext_lite."""
-
-
-def cache_directory(kind: str) -> Path:
-    """The cache directory of this kind of file; it need not exist."""
-    return user_path(os.environ.get(CACHE_VARIABLE, "") or "~/.cache/maxtext_lite") / kind
-
-
-@contextlib.contextmanager
-def locked(entry: Path) -> Iterator[None]:
-    """Exclusive access to a directory of the cache among processes that ask for it this way; waits for the others.
-
-    Raises:
-      OSError: the lock file, next to the directory, cannot be written.
-    """
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with entry.with_suffix(".lock").open("ab") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield

@@ -11,9 +11,6 @@ from typing import Any
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import install_text
 
-ROWS_SUFFIXES = (".parquet", ".arrow")
-"""Suffixes of files of rows."""
-
 _ROWS_AT_ONCE = 1024
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # optional in Arrow's format, but every writer's close() adds it
 

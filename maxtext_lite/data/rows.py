@@ -10,23 +10,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import writing
-from maxtext_lite.config.json_file import check_file, is_directory, read_object
-from maxtext_lite.data.prepared import RecordStream, cache_directory, map_array
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.data.cache import ABOUT, IndexPlace, map_array
 
-TokenStream: TypeAlias = np.ndarray | RecordStream
-"""A sequence of token ids whose slices are arrays."""
+
+class TokenStream(Protocol):
+    """A sequence of token ids whose slices are arrays."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
 
 _DOCUMENTS_AT_ONCE = 2**20
 
@@ -311,8 +312,6 @@ def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledR
 _WINDOW_DOCUMENTS = 2**16  # fitted into rows together: tens of MB, and rows at least 98 % full
 _WINDOW_TOKENS = 2**27  # at most, unless a single document has more
 _DOCUMENTS_AT_A_TIME = 2**20
-ABOUT = "index.json"
-"""The file of an index that is written last: sizes of the other files, and facts about the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,72 +405,6 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
     index = place.get(f"best_fit-{num_tokens}", lambda path: _write_fitted(path, document_starts, num_tokens))
     pieces, rows = (map_array(index / f"{name}.i64", columns=2) for name in ("pieces", "rows"))
     return BestFitRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexPlace:
-    """Where the indices of a dataset are kept.
-
-    Attributes:
-      beside: a directory for them beside the data; it need not exist.
-      fingerprint: fingerprint of the data.
-    """
-
-    beside: Path
-    fingerprint: str
-
-    def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
-        """The directory of an index, which is made if it does not exist.
-
-        Args:
-          write: fills a directory; returns facts for `ABOUT`.
-        Raises:
-          UserError: it can be written neither beside the data nor into the cache, or is incomplete.
-        """
-        name = f"{name}-{self.fingerprint[:16]}"
-        cache = cache_directory("rows")
-        for place in (self.beside, cache):
-            if is_directory(place / name):
-                return _checked(place / name)
-        existing = next(place for place in (self.beside, *self.beside.parents) if is_directory(place))
-        index = (self.beside if os.access(existing, os.W_OK) else cache) / name
-        with writing(index.parent):
-            return make_directory(index, write)
-
-
-def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """A directory that appears under its name only when it is complete, even if several processes make it at once.
-
-    Args:
-      write: as of `IndexPlace.get`.
-    """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    try:
-        about = write(making)
-        sizes = {path.name: path.stat().st_size for path in making.iterdir()}
-        (making / ABOUT).write_text(json.dumps({"bytes": sizes} | about) + "\n")
-        making.chmod(0o755)
-        for path in making.iterdir():
-            with path.open("rb+") as opened:
-                os.fsync(opened.fileno())
-        try:
-            making.rename(final)
-        except OSError:
-            if not is_directory(final):  # otherwise another process was first, with the same index
-                raise
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-    return final
-
-
-def _checked(index: Path) -> Path:
-    for name, size in read_object(index / ABOUT)["bytes"].items():
-        file = index / name
-        check_file(file)
-        if file.stat().st_size != size:
-            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index} to remake it.")
-    return index
 
 
 def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:

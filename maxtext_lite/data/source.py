@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fractions
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +13,31 @@ from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.rows import Documents
 
 _MOST_COUNTED = 2**20  # ids at a time
+
+
+class Examples(Protocol):
+    """User-provided data: a sequence from which any example may be requested at any time, by several threads.
+
+    With `grain_worker_count` above 0 it is pickled to the reading processes. It does not decide which example is read
+    when: an epoch is a permutation of all examples, determined by `data_shuffle_seed`.
+    """
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the examples: a run continues from its checkpoints only with the same fingerprint."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
+        """Arrays [max_target_length]: `tokens`, and `targets`, the token to predict at each position.
+
+        Optional are `segments`, the number of each token's document from 1, 0 for padding (default: 1); `positions`
+        within it (default: from 0); `weights` of targets, at least 0, and 0 where there is none, as in padding
+        (default: 1, in padding 0); and float32 fields of any other name for a custom objective. Weights multiply
+        losses, whose sum is divided by the number of weights above 0, whatever they are.
+        """
+        ...
 
 
 class ExampleSource:
@@ -23,6 +49,7 @@ class ExampleSource:
       num_tokens: tokens of an example: the length of its arrays.
       num_target_tokens: target tokens of all examples.
       notes: sentences on what the files contain and the examples do not.
+      is_of_dataset_path: whether the config's dataset_path names its files.
       ends: the special tokens with which its answers end, if it has answers; the most frequent first.
     """
 
@@ -32,6 +59,7 @@ class ExampleSource:
     num_tokens: Any
     num_target_tokens: Any
     notes: Any = ()
+    is_of_dataset_path: Any = True
     ends: Any = ()
 
     def __len__(self) -> int:

@@ -15,13 +15,11 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.prepared import open_prepared
+from maxtext_lite.data.cache import IndexPlace
 from maxtext_lite.data.rows import (
     FIELDS,
     BestFitRows,
     Documents,
-    IndexPlace,
     Rows,
     TokenStream,
     count_by_length,
@@ -265,39 +263,6 @@ def open_text(
         nothing,
         place=text.place,
         notes=notes,
-        eval_fraction=eval_fraction,
-    )
-
-
-def open_prepared_rows(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    key: str,
-    path: str,
-    eval_fraction: float = 0.0,
-    vocab_size: int | None = None,
-) -> Opened:
-    """The rows of a prepared dataset; arguments and errors as of `open_text`."""
-    del vocab_size
-    directory, shards = find_prepared(key, path)
-    stream, starts = open_prepared(key, directory, shards)
-    manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
-    if manifest.tokenizer != tokenizer.fingerprint:
-        raise UserError(
-            f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
-            f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
-        )
-    if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
-        raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
-    return open_rows(
-        config,
-        stream,
-        starts,
-        manifest.fingerprint,
-        f"{key}={path!r} has no document.",
-        place=IndexPlace(directory / "rows", manifest.fingerprint),
-        notes=spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text),
         eval_fraction=eval_fraction,
     )
 

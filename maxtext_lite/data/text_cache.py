@@ -24,9 +24,19 @@ from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.keys import RunConfig
 from maxtext_lite.console import complain
+from maxtext_lite.data.cache import (
+    ABOUT,
+    CACHE_VARIABLE,
+    IndexPlace,
+    cache_directory,
+    file_sha256,
+    locked,
+    make_directory,
+    map_array,
+    token_dtype,
+)
 from maxtext_lite.data.documents import batches, read_documents
-from maxtext_lite.data.prepared import CACHE_VARIABLE, cache_directory, file_sha256, locked, map_array, token_dtype
-from maxtext_lite.data.rows import ABOUT, IndexPlace, TokenStream, make_directory
+from maxtext_lite.data.rows import TokenStream
 from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 

@@ -25,13 +25,14 @@ from maxtext_lite.config.json_file import (
     user_path,
 )
 from maxtext_lite.console import complain
-from maxtext_lite.data.row_files import ROWS_SUFFIXES, extra_module, read_rows
 
 _COMPRESSED = ("", ".gz", ".zst")
 PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)
 """Suffixes of files of plain text, each one document."""
 _ARRAY_SUFFIXES = tuple(f".json{end}" for end in _COMPRESSED)
 _LINES_SUFFIXES = tuple(f"{kind}{end}" for kind in (".jsonl", ".ndjson") for end in _COMPRESSED)
+ROWS_SUFFIXES = (".parquet", ".arrow")
+"""Suffixes of files of rows with columns."""
 TEXT_SUFFIXES = (*PLAIN_SUFFIXES, *_LINES_SUFFIXES, *_ARRAY_SUFFIXES, *ROWS_SUFFIXES)
 """Suffixes of all files that are read, in small or capital letters."""
 
@@ -214,6 +215,8 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
 
 def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
     """The content of the frames of a .zst. zstandard's own reader would accept a truncated frame as complete."""
+    from maxtext_lite.data.row_files import extra_module
+
     zstandard = extra_module(name, "zstandard")
     frame: Any = None
     while data := stored.read(_ZSTANDARD_PIECE):
@@ -238,6 +241,8 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
       UserError: the file cannot be read, or a line is not a JSON object in UTF-8.
     """
     if is_kind(name, ROWS_SUFFIXES):
+        from maxtext_lite.data.row_files import read_rows
+
         for number, row in enumerate(read_rows(name, str(file)), start=1):
             where = f"{name}: row {number}"
             try:

@@ -235,10 +235,13 @@ class Watchdog(Observer):
                 _write_stacks(file.fileno(), text)
 
     def _let_the_others_know(self) -> None:
-        """Waits until the others have read that this process ends; they lose the store if process 0 does."""
-        if self._store:
-            self._wake.set()
-            time.sleep(self._stale)
+        """Waits until the others end too or have read that this process ends; process 0 ends the store."""
+        if self._store is None:
+            return
+        self._wake.set()
+        last = self._clock() + self._stale
+        while self._clock() < last and not all(stamp and stamp.has_ended for stamp, _ in self._seen.values()):
+            time.sleep(0.1)
 
     @property
     def _period(self) -> float:

@@ -1,13 +1,13 @@
-"""The process in which reward functions run. It reads and writes lines of JSON.
+"""The process in which reward functions run. It answers requests on a connection to its parent.
 
-The first line names the functions and the arguments that they may have, `{"names": [...], "pattern": ..., "given":
-[...]}`; its answer lists the problems with them, `{"problems": [...]}`. Each further line calls one of them, `{"name":
-..., "arguments": {argument: [...]}}`; the answer is `{"rewards": [...]}`, where a response has a number, null if the
-function leaves it out, or a text that says what is wrong; or, where the whole call failed, `{"error": ...,
-"traceback": ...}`. Both texts are the end of a sentence that begins with the function's name.
+The first request names the functions and the arguments that they may have, {"names": [...], "pattern": ..., "given":
+[...]}; its answer lists the problems with them, {"problems": [...]}. Each further one calls a function, {"name": ...,
+"arguments": {argument: [...]}}; the answer is {"rewards": [...]}, where a response has a number, None if the function
+leaves it out, or a text that says what is wrong; or, where the whole call failed, {"error": ..., "traceback": ...}.
+Both texts are the end of a sentence that begins with the function's name.
 
-The functions' output goes to stderr. The process ends when its input does, and so with its parent process; it kills the
-processes that functions started and did not end.
+The functions' output goes to stderr. The process ends when the connection does, and so with its parent process; it
+kills the processes that functions started and did not end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 import math
 import os
 import queue
@@ -29,7 +28,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TextIO, cast
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 from maxtext_lite.post_training.reward_functions import shipped
 
@@ -72,14 +72,18 @@ class Functions:
         if wanted is not None:
             arguments = {key: value for key, value in arguments.items() if key in wanted}
         try:
-            returned = function(**arguments)
+            returned: Any = function(**arguments)
             if inspect.isawaitable(returned):  # an async function, such as one that asks a server
                 returned = _event_loop().run_until_complete(returned)
-            return {"rewards": _as_numbers(returned, count)}
-        except _NotNumbers as error:
-            return {"error": f"returned {error}", "traceback": ""}
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
             return {"error": f"raised {_described(error)}", "traceback": _traceback(error)}
+        is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
+        if not is_list or isinstance(returned, str | bytes | Mapping):
+            shown = _short(repr(cast(object, returned)))
+            return {"error": f"returned {shown}, not a list of numbers", "traceback": ""}
+        if len(returned) != count:
+            return {"error": f"returned {len(returned)} numbers for {count} pairs", "traceback": ""}
+        return {"rewards": [_as_number(value) for value in returned]}
 
 
 @functools.cache
@@ -90,10 +94,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 class _NoFunction(Exception):
     """A name that is not that of a function that can be called."""
-
-
-class _NotNumbers(Exception):
-    """A function did not return a list of one value per pair."""
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -150,35 +150,22 @@ def _parameters(function: Callable[..., object], given: Sequence[str]) -> frozen
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _as_numbers(returned: Any, count: int) -> list[float | str | None]:
-    is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
-    if not is_list or isinstance(returned, str | bytes | Mapping):
-        raise _NotNumbers(f"{_kind(cast(object, returned))}, not a list of numbers")
-    if len(returned) != count:
-        raise _NotNumbers(f"{len(returned)} number{'' if len(returned) == 1 else 's'} for {count} pairs")
-    return [_as_number(value) for value in returned]
-
-
 def _as_number(value: Any) -> float | str | None:
     """A response's reward, None if it is left out, or what is wrong with it."""
     if value is None:
         return None
-    wrong = f"returned a {type(value).__name__}, not a number"
-    if isinstance(value, str | bytes) or "complex" in str(getattr(value, "dtype", "")):
-        return wrong
+    not_a_number = f"returned a {type(value).__name__}, not a number"
+    if isinstance(value, str | bytes):
+        return not_a_number
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except Exception:  # noqa: BLE001  (a user's class may raise anything)
-        return wrong
+    except (TypeError, ValueError):
+        return not_a_number
     if not math.isfinite(number):
         return f"returned {number}"
     return number if abs(number) <= _LARGEST else f"returned a number beyond {_LARGEST:g}, the largest in size"
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__} ({_short(repr(value))})"
 
 
 def _described(error: BaseException) -> str:
@@ -199,19 +186,6 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
-def _own_pipes() -> tuple[TextIO, TextIO]:
-    """The streams of the protocol. For functions, stdin is replaced with an empty file and stdout with stderr."""
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    return requests, replies
-
-
 def _leave_signals_to_the_parent() -> None:
     """Ignores SIGINT and SIGTERM, which may reach every process: the training loop decides what to do about them."""
     own = os.getpid()
@@ -226,51 +200,40 @@ def _leave_signals_to_the_parent() -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _read(requests: TextIO, inbox: queue.SimpleQueue[str | None]) -> None:
-    """Passes lines on. After the last one, kills a function that does not return, and the processes it started."""
-    for line in requests:
-        inbox.put(line)
+def _receive(connection: Connection, inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    """Passes requests on. After the last one, kills a function that does not return, and the processes it started."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(connection.recv())
     inbox.put(None)
     time.sleep(_SECONDS_TO_END)
-    _end_group(os.getpid())
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _end_group(worker: int) -> None:
+def _end_group(own: int) -> None:
     """Kills this process and those that functions started; does nothing in a process that a function forked."""
-    if os.getpid() == worker == os.getpgid(0):
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stdout.flush()
+    if os.getpid() == own:
         os.killpg(0, signal.SIGKILL)
 
 
-def _end_group_of_an_orphan(worker: int, parent: int) -> None:
-    """Does what the parent would have done, had it not died."""
-    if os.getppid() != parent:
-        _end_group(worker)
-
-
-def main() -> int:
-    """Answers all lines of the input; returns the exit code."""
-    requests, replies = _own_pipes()
+def main() -> None:
+    """Answers all requests on the connection whose file descriptor is the only argument."""
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
     # Before the functions' modules register theirs, so after those.
-    atexit.register(_end_group_of_an_orphan, os.getpid(), os.getppid())
+    atexit.register(_end_group, os.getpid())
     _leave_signals_to_the_parent()
-    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     # Functions run in the main thread, the only one in which Python allows alarms.
-    threading.Thread(target=_read, args=(requests, inbox), daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     functions: Functions | None = None
-    while (line := inbox.get()) is not None:
-        request = json.loads(line)
+    while (request := inbox.get()) is not None:
         if functions is None:
             functions = Functions(**request)
-            reply: dict[str, Any] = {"problems": functions.problems}
+            connection.send({"problems": functions.problems})
         else:
-            reply = functions.rewards(**request)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-    return 0
+            connection.send(functions.rewards(**request))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,17 +5,13 @@ fails, is unscored, unless reward_error says otherwise.
 
 Functions run in one process of their own (`reward_worker`): one that hangs or crashes can be killed while the run, its
 devices and its collectives continue.
-
-A process pool with time-outs does less: pebble's (5.2) leaves processes alive that a function started, takes 4 seconds
-to end one that ignores SIGTERM after a second, and lets functions print to the run's own stdout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -127,16 +123,14 @@ class Rewards:
     """
 
     def __init__(self, config: RewardConfig, field_names: Sequence[str]) -> None:
-        self._names, self._weights = reward_names(config), reward_weights(config)
-        self._stops, self._field_names = config.reward_error == "stop", field_names
-        self._of_failed = 0.0 if config.reward_error == "zero" else np.nan
-        self._seconds, self._start_seconds = config.reward_timeout_seconds, start_seconds(config)
-        given = [*ARGUMENTS, *field_names]
-        self._asked = {"names": self._names, "pattern": config.reward_format, "given": given}
+        self._config = config
+        self._names = reward_names(config)
+        self._field_names = field_names
+        self._failed_reward = 0.0 if config.reward_error == "zero" else np.nan
         self._lock = threading.Lock()
+        self._traceback = ""
         self._worker: _Worker | None = None
-        self._is_closed = False
-        self._start(self._start_seconds)
+        self._start(start_seconds(config))
 
     def of(self, prompts: Sequence[Prompt], completions: Sequence[Completion], unit: int | None = None) -> Scores:
         """The rewards of N pairs: completion i answers prompt i.
@@ -145,48 +139,37 @@ class Rewards:
           unit: adjacent pairs that fail together if a call for them alone fails; None: all.
         Raises:
           RewardError: a function fails and reward_error=stop.
-          ValueError: the numbers of prompts and completions differ, or `close` was called.
         """
-        if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
         by_name: dict[str, np.ndarray] = {}
         has_failed = np.zeros(len(prompts), bool)
-        problems: list[tuple[int, str]] = []
+        errors = 0
+        messages: list[str] = []
         with self._lock:
-            if self._is_closed:
-                raise ValueError("these rewards are closed")
-            self._left_to_start, self._traceback = self._start_seconds, ""
-            for name in self._names if prompts else ():
-                outcomes = self._ask(name, prompts, completions, unit or len(prompts))
-                by_name[name] = np.array([self._number(each) for each in outcomes], np.float64)
-                has_failed |= [isinstance(each, str) for each in outcomes]
-                of_name = _problems(name, outcomes)
-                problems += of_name
-                if of_name and self._stops:
-                    raise RewardError(f"{problem} Mend it, or set reward_error=unscored." for _, problem in of_name)
+            self._restart_seconds = start_seconds(self._config)
+            self._traceback = ""
+            for name in self._names:
+                outcomes = self._ask(name, prompts, completions, unit or len(prompts)) if prompts else []
+                by_name[name] = np.array([self._number(outcome) for outcome in outcomes], np.float64)
+                failures = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
+                for what, count in failures.items():
+                    messages.append(f"Reward function {name} {what}: no reward for {count} of {len(prompts)} pairs.")
+                has_failed |= np.array([isinstance(outcome, str) for outcome in outcomes], bool)
+                errors += failures.total()
+                if failures and self._config.reward_error == "stop":
+                    raise RewardError(f"{message} Mend it, or set reward_error=unscored." for message in messages)
             traceback = self._traceback
-        for name in self._names:
-            by_name.setdefault(name, np.zeros(0))
         total = np.zeros(len(prompts))
         is_scored = np.zeros(len(prompts), bool)
-        for weight, rewards in zip(self._weights, by_name.values(), strict=True):
+        for weight, rewards in zip(reward_weights(self._config), by_name.values(), strict=True):
             total += weight * np.nan_to_num(rewards)
             is_scored |= ~np.isnan(rewards)
-        if np.isnan(self._of_failed):
+        if self._config.reward_error != "zero":
             is_scored &= ~has_failed
-        return Scores(
-            total=np.where(is_scored, total, np.nan),
-            by_name=by_name,
-            has_failed=has_failed,
-            errors=sum(count for count, _ in problems),
-            messages=[problem for _, problem in problems],
-            traceback=traceback,
-        )
+        return Scores(np.where(is_scored, total, np.nan), by_name, has_failed, errors, messages, traceback)
 
     def close(self) -> None:
         """Ends the functions' process, after the current call."""
         with self._lock:
-            self._is_closed = True
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None
@@ -204,14 +187,13 @@ class Rewards:
           UserError: they cannot be imported, or not in so many seconds.
         """
         worker = _Worker()
+        arguments = [*ARGUMENTS, *self._field_names]
+        request = {"names": self._names, "pattern": self._config.reward_format, "given": arguments}
         try:
-            problems = worker.asked(self._asked, seconds)["problems"]
+            problems = worker.ask(request, seconds)["problems"]
         except _Lost as error:
-            why = error.reason or f"took more than {number_text(self._start_seconds)} seconds in all"
+            why = error.reason or f"took more than {number_text(seconds)} seconds"
             problems = [f"reward_functions={','.join(self._names)}: importing them {why}."]
-        except BaseException:
-            worker.kill()
-            raise
         if problems:
             worker.kill()
             raise UserError(problems)
@@ -220,7 +202,7 @@ class Rewards:
     def _number(self, outcome: float | str | None) -> float:
         if outcome is None:
             return np.nan
-        return self._of_failed if isinstance(outcome, str) else outcome
+        return self._failed_reward if isinstance(outcome, str) else outcome
 
     def _ask(
         self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], unit: int
@@ -228,62 +210,51 @@ class Rewards:
         """For each pair one function's reward, None if it is left out, or what went wrong.
 
         A call that fails is repeated in parts of `unit` pairs, so that only the parts that fail have no reward,
-        however many pairs a call has. All parts together may take as long as one call, and all restarts as long as one
-        start, lest hanging parts add up.
+        however many pairs a call has. All parts together may take as long as one call.
         """
-        count, said = len(prompts), number_text(self._seconds)
-        late = f"did not return within reward_timeout_seconds={said}"
-        found = self._restarted() or self._call(name, prompts, completions, self._seconds, late)
+        count = len(prompts)
+        limit = self._config.reward_timeout_seconds
+        found = self._call(name, prompts, completions, limit)
         if isinstance(found, list):
             return found
-        if self._stops or count <= unit:
+        if self._config.reward_error == "stop" or count <= unit:
             return [found] * count
-        late = f"did not return within its share of reward_timeout_seconds={said}"
-        left, outcomes = self._seconds, list[float | str | None]()
+        outcomes: list[float | str | None] = []
+        seconds_left = limit
         for first in range(0, count, unit):
             part = slice(first, first + unit)
-            if wrong := self._restarted():
-                return [*outcomes, *[wrong] * (count - first)]
-            started, seconds = time.monotonic(), left / -(-(count - first) // unit)
-            found = self._call(name, prompts[part], completions[part], seconds, late)
-            left = max(left - (time.monotonic() - started), 0.0)
+            parts_left = -(-(count - first) // unit)
+            started = time.monotonic()
+            restart_seconds = self._restart_seconds
+            found = self._call(name, prompts[part], completions[part], seconds_left / parts_left)
+            restarting = restart_seconds - self._restart_seconds
+            seconds_left = max(seconds_left - (time.monotonic() - started - restarting), 0.0)
             outcomes += found if isinstance(found, list) else [found] * len(prompts[part])
         return outcomes
 
-    def _restarted(self) -> str:
-        """Starts the process if it has ended; returns what went wrong, "" if nothing."""
-        if self._worker is not None:
-            return ""
-        if self._left_to_start <= 0:
-            return f"could not be started again: restarts took {number_text(self._start_seconds)} seconds already"
-        began = time.monotonic()
-        try:
-            self._start(self._left_to_start)
-        except UserError as error:  # a function can no longer be imported
-            return f"could not be started again: {' '.join(error.problems).removesuffix('.')}"
-        finally:
-            self._left_to_start -= time.monotonic() - began
-        return ""
-
     def _call(
-        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float, late: str
+        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float
     ) -> list[float | str | None] | str:
         """One call: for each pair the outcome, or what went wrong with the call.
 
-        Args:
-          late: what goes wrong if it takes more than `seconds`.
+        It restarts a process that has ended. All restarts of one `of` may take as long as one start.
         """
-        assert self._worker is not None, "a call needs a process"
+        if self._worker is None:
+            began = time.monotonic()
+            try:
+                self._start(max(self._restart_seconds, 0.0))
+            except UserError as error:
+                return f"could not be started again: {' '.join(error.problems).removesuffix('.')}"
+            finally:
+                self._restart_seconds -= time.monotonic() - began
+        assert self._worker is not None
+        worker, self._worker = self._worker, None  # if an exception such as Ctrl-C ends the wait, its answer is late
         try:
-            request = {"name": name, "arguments": self._arguments(name, prompts, completions)}
-            reply: dict[str, Any] = self._worker.asked(request, seconds)
+            reply = worker.ask({"name": name, "arguments": self._arguments(name, prompts, completions)}, seconds)
         except _Lost as error:
-            self._worker = None
-            return error.reason or late
-        except BaseException:  # such as Ctrl-C: a late answer must not be taken for the next call's
-            self._worker.kill()
-            self._worker = None
-            raise
+            limit = number_text(self._config.reward_timeout_seconds)
+            return error.reason or f"did not return within its share of reward_timeout_seconds={limit}"
+        self._worker = worker
         if "error" in reply:
             self._traceback = self._traceback or reply["traceback"]
             return reply["error"]
@@ -300,15 +271,6 @@ class Rewards:
             "prompt_ids": [list(prompt.token_ids) for prompt in prompts],
             "completion_ids": [list(each.token_ids) for each in completions],
         }
-
-
-def _problems(name: str, outcomes: Sequence[float | str | None]) -> list[tuple[int, str]]:
-    """For each kind of failure the number of pairs and a sentence."""
-    wrong = Counter(each for each in outcomes if isinstance(each, str))
-    return [
-        (failed, f"Reward function {name} {what}: no reward for {failed} of {len(outcomes)} pairs.")
-        for what, failed in wrong.items()
-    ]
 
 
 class _Lost(Exception):
@@ -330,75 +292,48 @@ class _Worker:
         # Functions that import jax must not take the accelerator that this process holds. They can import whatever this
         # process can, and modules in the working directory, which -m puts first.
         own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "maxtext_lite.post_training.reward_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "maxtext_lite.post_training.reward_worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
             env=os.environ | own,
-            bufsize=0,
+            pass_fds=[theirs.fileno()],
             start_new_session=True,  # a process group of its own, to be killed as a whole
         )
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._to, self._from = self._popen.stdin.fileno(), self._popen.stdout.fileno()
-        os.set_blocking(self._to, False)
-        os.set_blocking(self._from, False)
+        theirs.close()
 
-    def asked(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request; without one within `seconds`, the process is killed.
 
         Raises:
           _Lost: the process has ended.
         """
-        deadline = time.monotonic() + seconds
-        unsent = memoryview((json.dumps(request) + "\n").encode())
-        received = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._from, selectors.EVENT_READ)
-            selector.register(self._to, selectors.EVENT_WRITE)
-            while not received.endswith(b"\n"):
-                ready = {key.fd for key, _ in selector.select(max(deadline - time.monotonic(), 0))}
-                if not ready:
-                    self.kill()
-                    raise _Lost("")
-                try:
-                    if self._from in ready:
-                        piece = os.read(self._from, 2**20)
-                        if not piece:
-                            raise BrokenPipeError
-                        received += piece
-                    if self._to in ready:
-                        unsent = unsent[os.write(self._to, unsent) :]
-                        if not unsent:
-                            selector.unregister(self._to)
-                except BrokenPipeError:
-                    raise _Lost(self._how_it_ended()) from None
-        return json.loads(received)
+        try:
+            self._connection.send(request)
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        except (OSError, EOFError):
+            self.kill()
+            code = self._process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise _Lost(f"ended its process ({how})") from None
+        except BaseException:
+            self.kill()
+            raise
+        self.kill()
+        raise _Lost("")
 
     def close(self) -> None:
-        """Lets the process end by itself, and kills it if it does not, and the processes that functions started."""
-        self._close_pipes()
+        """Lets the process end by itself, and kills it if it does not."""
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
+            self._process.wait(_SECONDS_TO_END)
+        self.kill()
 
     def kill(self) -> None:
         """Kills the process, and the processes that functions started."""
-        # Before it is waited for: until then its number cannot be reused.
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        self._close_pipes()
-
-    def _how_it_ended(self) -> str:
-        self.kill()  # the processes that it started; its own exit code stays
-        code = self._popen.returncode
-        return f"ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                pipe.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxtext_lite.data.tasks import Task, find_inputs, split_into_tasks
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.journal import Journal, Outcome
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.tasks import Task, find_inputs, split_into_tasks
 from maxtext_lite.preparation.workers import Made, run_here, run_in_processes
 
 _MEGABYTE = 2**20

@@ -16,8 +16,8 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import check_file, read_object, user_path
 from maxtext_lite.config.keys import SourceKind
-from maxtext_lite.data.prepared import map_array, size_and_ends
-from maxtext_lite.data.rows import ABOUT, IndexPlace
+from maxtext_lite.data.cache import ABOUT, IndexPlace, map_array
+from maxtext_lite.data.prepared import size_and_ends
 from maxtext_lite.data.sources import Opened, open_rows
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import Tokenizer

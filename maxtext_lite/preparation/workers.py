@@ -15,11 +15,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.tasks import Task
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import Entry, Workshop, document_reader, run_task
+from maxtext_lite.preparation.tasks import Task
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

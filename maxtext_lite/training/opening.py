@@ -12,7 +12,7 @@ from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, Refusal, UserError, registry
 from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
+from maxtext_lite.data import Examples, ExampleSource, example_shape
 from maxtext_lite.data.mixture import steps_left, with_history
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
@@ -72,6 +72,8 @@ def own_sources(config: Config, source: Examples | None, eval_source: Examples |
         if eval_source is not None:
             raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
         return None
+    from maxtext_lite.data.own_examples import own_examples
+
     _refuse_pairs(config, "source")
     if config.balance_attention:
         raise UserError(

@@ -1,18 +1,15 @@
 """The run directory, and the files that the first host writes there, other than checkpoints.
 
-In a bucket nothing can be appended or renamed. Its files are written into a directory of this machine and uploaded as
-a whole: before each checkpoint counts, so that metrics.jsonl in the bucket always has the steps of the newest one, and
-at the end of the run. A resumed run starts from the files in the bucket.
+In a bucket nothing can be appended or renamed. Its files are written into a temporary directory and uploaded whole at
+the end of the run and before each checkpoint counts: metrics.jsonl in the bucket always has the steps of the newest.
+A resumed run starts from the files in the bucket.
 """
 
 import contextlib
 import errno
-import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -37,9 +34,6 @@ from maxtext_lite.config.bucket import (
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.load import WORKING_DIRECTORY
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
-
-_COMMIT = re.compile(rb"[0-9a-f]{40}|[0-9a-f]{64}")
-_SECONDS_FOR_GIT = 10.0
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -97,70 +91,58 @@ class RunFiles:
     """The files of a run directory. All methods may raise OSError.
 
     Attributes:
-      directory: where they are written; for a bucket, a local directory that depends on its path.
+      directory: where they are written; for a bucket, a temporary directory once `make` has made it.
     """
 
     def __init__(self, run_directory: Path):
-        self._bucket = run_directory if is_bucket(run_directory) else None
         self.directory = run_directory
-        if self._bucket:
-            name = hashlib.sha256(str(run_directory).encode()).hexdigest()[:16]
-            self.directory = Path(tempfile.gettempdir()) / f"maxtext_lite-{os.getuid()}" / name
-        self._uploaded: dict[Path, tuple[int, int]] = {}
+        self._bucket = run_directory if is_bucket(run_directory) else None
+        self._uploaded: dict[Path, int] = {}
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Makes the directory; a local one for a bucket is this user's alone."""
+        """Makes the directory."""
         if self._bucket:
-            self.directory.parent.mkdir(mode=0o700, exist_ok=True)
-            if self.directory.parent.stat().st_uid != os.getuid():
-                raise PermissionError(errno.EPERM, "it belongs to another user", str(self.directory.parent))
+            self.directory = Path(tempfile.mkdtemp(prefix="maxtext_lite-"))
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(self) -> None:
-        """Downloads the bucket's files; whatever a killed process did not write or upload is written again."""
-        for folder in (self.directory, self.directory / "hf"):
-            for path in folder.glob("*"):
-                if path.suffix == TEMPORARY and path.is_file():
-                    path.unlink(missing_ok=True)
+        """Downloads the bucket's files, or removes what a killed process has left half written."""
         if self._bucket:
-            shutil.rmtree(self.directory)
-            self.directory.mkdir()
             fetch(self._bucket, self.directory, but=())
-            self._uploaded = dict(self._states())
+            self._uploaded = self._modified()
+        for folder in (self.directory, self.directory / "hf"):
+            for path in folder.glob(f"*{TEMPORARY}"):
+                path.unlink(missing_ok=True)
 
     def upload(self) -> None:
-        """Uploads the files that have changed."""
-        with self._lock:
-            for path, state in self._states() if self._bucket else ():
-                if self._uploaded.get(path) == state:
-                    continue
-                system, root = file_system(str(self._bucket))
-                with tempfile.NamedTemporaryFile(dir=self.directory.parent) as whole:
-                    shutil.copyfile(path, whole.name)  # the file may grow during the upload
-                    with storage_errors(self._bucket):
-                        system.put_file(whole.name, f"{root}/{path.relative_to(self.directory).as_posix()}")
-                self._uploaded[path] = state
-
-    def remove_gone(self) -> None:
-        """Removes from the bucket the fetched files that are no longer here."""
-        with self._lock:
-            for path in [each for each in self._uploaded if not each.exists()]:
-                system, root = file_system(str(self._bucket))
-                with contextlib.suppress(FileNotFoundError), storage_errors(self._bucket):
+        """Uploads the files that have changed, and removes from the bucket those that are gone."""
+        if self._bucket is None:
+            return
+        system, root = file_system(self._bucket)
+        with self._lock, storage_errors(self._bucket):
+            modified = self._modified()
+            for path in self._uploaded.keys() - modified.keys():
+                with contextlib.suppress(FileNotFoundError):
                     system.rm_file(f"{root}/{path.relative_to(self.directory).as_posix()}")
-                del self._uploaded[path]
+            for path, seconds in modified.items():
+                if self._uploaded.get(path) == seconds:
+                    continue
+                with tempfile.NamedTemporaryFile() as whole:
+                    shutil.copyfile(path, whole.name)  # the file may grow during the upload
+                    system.put_file(whole.name, f"{root}/{path.relative_to(self.directory).as_posix()}")
+            self._uploaded = modified
 
     def close(self) -> None:
-        """Uploads changed files and removes the local directory of a bucket."""
+        """Uploads changed files and removes the temporary directory of a bucket."""
         if self._bucket:
             self.upload()
             shutil.rmtree(self.directory)
 
-    def _states(self) -> list[tuple[Path, tuple[int, int]]]:
-        """Each file, with its size and modification time."""
-        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != TEMPORARY)
-        return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]
+    def _modified(self) -> dict[Path, int]:
+        """Each file, with its modification time in nanoseconds."""
+        paths = [path for path in self.directory.rglob("*") if path.is_file() and path.suffix != TEMPORARY]
+        return {path: path.stat().st_mtime_ns for path in sorted(paths)}
 
 
 def package_versions() -> dict[str, str]:
@@ -187,29 +169,25 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that contains this file.
+    """The commit of the checkout that contains this file; None without git.
 
-    None if git does not answer, and for an installed package, whose environment may be an ignored directory of another
-    checkout.
+    None also for an installed package, whose environment may be an ignored directory of another checkout.
     """
-    own = Path(__file__)
-    commit = _git("rev-parse", "HEAD", directory=own.parent)
-    if not _COMMIT.fullmatch(commit) or _git("check-ignore", own.name, directory=own.parent):
+    if _git("check-ignore", Path(__file__).name):
         return None
-    return commit.decode()
+    return _git("rev-parse", "HEAD") or None
 
 
-def _git(*words: str, directory: Path) -> bytes:
-    """The output of git; empty if it is not installed, fails or does not answer."""
+def _git(*words: str) -> str:
+    """The output of git beside this file; "" if it is not installed, fails or does not answer."""
     try:
-        done = subprocess.run(
+        return subprocess.check_output(
             ["git", *words],
-            cwd=directory,
+            cwd=Path(__file__).parent,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=_SECONDS_FOR_GIT,
-        )
+            stderr=subprocess.DEVNULL,
+            timeout=10,
+            text=True,
+        ).strip()
     except (OSError, subprocess.SubprocessError):
-        return b""
-    return done.stdout.strip()
+        return ""

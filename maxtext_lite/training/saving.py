@@ -28,7 +28,7 @@ from maxtext_lite.config.phases import phases
 from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED, to_disk
 from maxtext_lite.parallel import Tree, exchange, on_first_host
 
-FORMAT = 4
+FORMAT = 5
 """Of a checkpoint; one of another format is refused, but for its parameters."""
 
 _CHECKSUMS = re.compile(r"sha256\.\d+-of-(\d+)")

@@ -1,20 +1,16 @@
 """The removal of an earlier run, for overwrite=true."""
 
-import contextlib
-import glob
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from maxtext_lite.config import Config, SourceList, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import is_there, user_path
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.whole_file import TEMPORARY, steps_in
-from maxtext_lite.data.text_files import find_files
-from maxtext_lite.training.parameter_files import reader_of
 
-_READ = (
+READ_KEYS = (
     "load_parameters_path",
     "tokenizer_path",
     "chat_template",
@@ -48,29 +44,14 @@ def check_removable(config: Config, directory: Path) -> None:
             f"overwrite=true removes an earlier run, and {directory} holds files of something else: it has no "
             "config.yml. Use another run_name."
         )
-    for key in _READ:
+    for key in READ_KEYS:
         value = getattr(config, key)
-        for text in [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]:
-            inside = [path for path in _paths(key, text) if path.resolve().is_relative_to(directory.resolve())]
-            if inside:
-                what = "" if inside[0] == user_path(text) else f": {inside[0]}"
+        texts = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
+        for text in texts:
+            if text and user_path(text).resolve().is_relative_to(directory.resolve()):
                 raise UserError(
-                    f"{key}={value_text(text)}{what} is in the run that overwrite=true would remove. Use another "
-                    "run_name."
+                    f"{key}={value_text(text)} is in the run that overwrite=true would remove. Use another run_name."
                 )
-
-
-def _paths(key: str, text: str) -> Iterator[Path]:
-    """The files and directories that a value denotes: also those that a pattern matches, and the base of an adapter."""
-    if not text:
-        return
-    path = user_path(text)
-    yield path
-    if glob.has_magic(text) and not is_there(path):
-        with contextlib.suppress(UserError):  # of a key that takes no pattern
-            yield from [file for _, file in find_files(key, text)]
-    if key == "load_parameters_path" and (reader := reader_of(text)):
-        yield Path(reader.directory)
 
 
 def remove_run(directory: Path, say: Callable[[str], None]) -> None:
@@ -83,6 +64,8 @@ def remove_run(directory: Path, say: Callable[[str], None]) -> None:
     paths = sorted(directory.iterdir(), key=lambda path: path.name == "config.yml")
     left: list[str] = []
     for path in paths:
+        if path.name == LEASE:
+            continue
         if not _WRITTEN.fullmatch(path.name) or any(path.glob("*.safetensors")):  # runs write no weights into hf
             left.append(path.name)
         elif path.is_dir() and not path.is_symlink():
@@ -90,9 +73,6 @@ def remove_run(directory: Path, say: Callable[[str], None]) -> None:
         else:
             path.unlink()
     if len(paths) > 1:
-        others = sorted(name for name in left if name != LEASE)
-        say(
-            f"overwrite=true: removed the earlier run in {directory}"
-            + (f", of {steps[-1]} steps" if steps else "")
-            + (f"; left there: {', '.join(others)}" if others else "")
-        )
+        say(f"overwrite=true: removed the earlier run in {directory}, of {steps[-1] if steps else 0} steps")
+    if left:
+        say(f"left in {directory}: {', '.join(sorted(left))}")

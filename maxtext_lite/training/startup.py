@@ -127,7 +127,6 @@ def _write_files(run: TrainingRun, end: int) -> list[str]:
     if has_model_files or run.source.ends or (directory / "hf").is_dir():
         for store in load_installed("model_files"):
             new_ends += store(config, directory / "hf", run.source.ends)
-    run.files.remove_gone()  # what an earlier start stored
     plan = run.plan.to_json()
     if table := mixture_table(run.source, 0, end):
         plan["mixture"] = table

@@ -5,8 +5,9 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.prepared import CACHE_VARIABLE, open_prepared, verify
+from maxtext_lite.data.prepared import open_prepared, verify
 from tests.bucket_emulator import bucket_server
 from tests.prepared import byte_shards, write_prepared
 from tests.stores import s3_server

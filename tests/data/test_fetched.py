@@ -9,12 +9,11 @@ from fsspec.implementations.memory import MemoryFile
 from maxtext_lite.config import UserError
 from maxtext_lite.data import fetched
 from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import CACHE_VARIABLE, file_sha256
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.prepared import (
-    CACHE_VARIABLE,
     DOCUMENTS_FILE,
     MANIFEST_FILE,
-    file_sha256,
     open_prepared,
 )
 from tests.prepared import byte_shards, write_prepared

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data import own_examples
+from maxtext_lite.data.own_examples import own_examples
 
 
 class Examples(list):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.post_training.prompts import Prompt
@@ -228,7 +229,7 @@ ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "
 def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
     with rewards("reward_functions=m:prints,m:judge") as judge:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(judge._worker._popen.pid, number)
+            os.kill(judge._worker._process.pid, number)
         assert judged(judge, ANSWERS[:1], ["c"]).total.tolist() == [1]
         assert judged(judge, ANSWERS[:1], ["dd"]).total.tolist() == [2]
     out, errors = capfd.readouterr()
@@ -243,14 +244,11 @@ def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_starte
 ):
     with rewards("reward_functions=m:starts,m:sleeps") as judge:
         worker = judge._worker
-        (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
-        call = json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n"
+        (started,) = worker.ask({"name": "m:starts", **ASKED}, 60)["rewards"]
         if amid_a_call:  # as where this process has died
-            os.write(worker._to, call)
-            worker._close_pipes()
-        else:
-            worker.close()
-        assert worker._popen.wait(60) == (-signal.SIGKILL if amid_a_call else 0)
+            worker._connection.send({"name": "m:sleeps", **ASKED})
+        worker._connection.close()
+        assert worker._process.wait(60) == -signal.SIGKILL
         deadline = time.monotonic() + 60
         while _is_running(int(started)):
             assert time.monotonic() < deadline
@@ -323,12 +321,12 @@ def test_what_fails_is_unscored_or_counts_nothing_or_stops_the_run(what, judges)
             continue  # it takes seconds
         scores = judged(judges[policy], ANSWERS, texts)
         want = np.array([of_failed] * count + rest)
-        np.testing.assert_array_equal(scores.by_name["m:fails"], want)
+        assert_array_equal(scores.by_name["m:fails"], want)
         assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
         total = np.nan_to_num(want) + 10 * scores.by_name["m:judge"]
         if policy == "unscored":
             total[:count] = np.nan
-        np.testing.assert_array_equal(scores.total, total)
+        assert_array_equal(scores.total, total)
         assert scores.has_failed.tolist() == [True] * count + [False] * (4 - count)
         assert scores.errors == count
         assert len(scores.messages) == (count > 0)
@@ -351,13 +349,13 @@ def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
             scores = [judged(judge, asked[call], texts[call], 2) for call in calls]
             total = np.concatenate([each.total for each in scores])
             want = [1, 2, np.nan, np.nan, 5, 6, 7, 8]
-            np.testing.assert_array_equal(total, want)
+            assert_array_equal(total, want)
             whole = Scores.joined(scores)
             assert "ValueError: could not convert" in whole.traceback
             assert "m.py" in whole.traceback.splitlines()[1]
             again = Scores.from_json(json.loads(json.dumps(whole.to_json())))
-            np.testing.assert_array_equal(again.total, want)
-            np.testing.assert_array_equal(again.has_failed, np.isnan(want))
+            assert_array_equal(again.total, want)
+            assert_array_equal(again.has_failed, np.isnan(want))
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
 
@@ -366,13 +364,13 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     monkeypatch,
 ):
     waited, started = [], []
-    asked = _Worker.asked
+    ask = _Worker.ask
 
     def timed(worker, request, limit):
         (waited if "arguments" in request else started).append(limit)
-        return asked(worker, request, limit)
+        return ask(worker, request, limit)
 
-    monkeypatch.setattr(_Worker, "asked", timed)
+    monkeypatch.setattr(_Worker, "ask", timed)
     with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
         scores = judged(judge, ANSWERS, ["hang"] * 4, 2)
     assert (scores.is_scored.any(), scores.errors) == (False, 4)

@@ -166,7 +166,7 @@ def test_a_changed_file_is_named(change, directory):
 @pytest.fixture(scope="module")
 def items():
     params = ocp.args.StandardSave({"w": jax.device_put(np.arange(8.0))})
-    return {"params": params, "about": ocp.args.JsonSave({"format": 3})}
+    return {"params": params, "about": ocp.args.JsonSave({"format": 4})}
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.documents import BadLine
-from maxtext_lite.data.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import document_reader
+from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

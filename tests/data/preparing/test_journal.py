@@ -3,11 +3,11 @@
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation.journal import Journal
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
 
 
 @pytest.fixture

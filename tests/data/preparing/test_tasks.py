@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.tasks import find_inputs, split_into_tasks
+from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
 
 
 def spans(tasks):

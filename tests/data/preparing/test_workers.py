@@ -6,9 +6,9 @@ import os
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.tasks import find_inputs, split_into_tasks
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import Workshop
+from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
 from maxtext_lite.preparation.workers import run_in_processes
 
 

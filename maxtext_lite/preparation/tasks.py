@@ -7,13 +7,9 @@ import itertools
 from collections.abc import Iterator
 
 from maxtext_lite.config import UserError
+from maxtext_lite.data.documents import DIVIDED, Piece
 from maxtext_lite.data.row_files import check_column, parquet_file
 from maxtext_lite.data.text_files import find_files, is_kind
-
-DIVIDED = (".jsonl", ".ndjson")
-"""Suffixes of files whose lines may be divided among pieces."""
-WHOLE = -1
-"""`Piece.stop` of a file that is read as a whole, so that its lines are known by number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +26,6 @@ class InputFile:
     path: str
     num_bytes: int
     changed_ns: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a file.
-
-    Attributes:
-      start, stop: for a file of lines, those that begin at these bytes; for Parquet, its row groups; else all of it.
-    """
-
-    name: str
-    path: str
-    start: int
-    stop: int
 
 
 @dataclasses.dataclass(frozen=True)

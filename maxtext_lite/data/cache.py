@@ -1,0 +1,142 @@
+"""Files that are made once and read by every later start: the cache, and indices beside the data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
+from maxtext_lite.config.json_file import check_file, is_directory, read_object, user_path
+
+CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
+"""The environment variable that names the cache directory; by default ~/.cache/maxtext_lite."""
+ABOUT = "index.json"
+"""The file of an index that is written last: sizes of the other files, and facts about the rows."""
+
+
+def cache_directory(kind: str) -> Path:
+    """The cache directory of this kind of file; it need not exist."""
+    return user_path(os.environ.get(CACHE_VARIABLE, "") or "~/.cache/maxtext_lite") / kind
+
+
+@contextlib.contextmanager
+def locked(entry: Path) -> Iterator[None]:
+    """Exclusive access to a directory of the cache among processes that ask for it this way; waits for the others.
+
+    Raises:
+      OSError: the lock file, next to the directory, cannot be written.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with entry.with_suffix(".lock").open("ab") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The dtype for the ids of a vocabulary, of the fewest bytes."""
+    return "uint16" if vocab_size <= 2**16 else "int32"
+
+
+def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
+    """The numbers in a file, read when they are accessed; pickled as the name of the file.
+
+    Args:
+      columns: 0 for a vector; otherwise the width of a matrix stored by rows.
+    """
+    shape = (-1, columns) if columns else (-1,)
+    if file.stat().st_size == 0:
+        return np.zeros(0, dtype).reshape(shape)  # nothing can be mapped
+    mapped = np.memmap(file, dtype, mode="r").reshape(shape).view(_Mapped)
+    mapped.made_of = (file, dtype, columns)
+    return mapped
+
+
+class _Mapped(np.memmap):
+    made_of: tuple[Path, str, int] | None = None  # None: a part of a mapped array, or computed from one
+
+    def __reduce__(self) -> Any:
+        return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexPlace:
+    """Where the indices of a dataset are kept.
+
+    Attributes:
+      beside: a directory for them beside the data; it need not exist.
+      fingerprint: fingerprint of the data.
+    """
+
+    beside: Path
+    fingerprint: str
+
+    def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+        """The directory of an index, which is made if it does not exist.
+
+        Args:
+          write: fills a directory; returns facts for `ABOUT`.
+        Raises:
+          UserError: it can be written neither beside the data nor into the cache, or is incomplete.
+        """
+        name = f"{name}-{self.fingerprint[:16]}"
+        cache = cache_directory("rows")
+        for place in (self.beside, cache):
+            if is_directory(place / name):
+                return _checked(place / name)
+        existing = next(place for place in (self.beside, *self.beside.parents) if is_directory(place))
+        index = (self.beside if os.access(existing, os.W_OK) else cache) / name
+        with writing(index.parent):
+            return make_directory(index, write)
+
+
+def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """A directory that appears under its name only when it is complete, even if several processes make it at once.
+
+    Args:
+      write: as of `IndexPlace.get`.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        about = write(making)
+        sizes = {path.name: path.stat().st_size for path in making.iterdir()}
+        (making / ABOUT).write_text(json.dumps({"bytes": sizes} | about) + "\n")
+        making.chmod(0o755)
+        for path in making.iterdir():
+            with path.open("rb+") as opened:
+                os.fsync(opened.fileno())
+        try:
+            making.rename(final)
+        except OSError:
+            if not is_directory(final):  # otherwise another process was first, with the same index
+                raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return final
+
+
+def _checked(index: Path) -> Path:
+    for name, size in read_object(index / ABOUT)["bytes"].items():
+        file = index / name
+        check_file(file)
+        if file.stat().st_size != size:
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index} to remake it.")
+    return index

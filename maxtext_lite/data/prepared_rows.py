@@ -1,0 +1,44 @@
+"""The rows of a prepared dataset as a source."""
+
+from __future__ import annotations
+
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.data.cache import IndexPlace
+from maxtext_lite.data.fetched import find_prepared
+from maxtext_lite.data.prepared import open_prepared
+from maxtext_lite.data.sources import Opened, open_rows
+from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
+from maxtext_lite.data.tokenizer import Tokenizer
+
+
+def open_prepared_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """The rows of a prepared dataset; arguments and errors as of `open_text`."""
+    del vocab_size
+    directory, shards = find_prepared(key, path)
+    stream, starts = open_prepared(key, directory, shards)
+    manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
+    if manifest.tokenizer != tokenizer.fingerprint:
+        raise UserError(
+            f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
+            f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
+        )
+    if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
+        raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
+    return open_rows(
+        config,
+        stream,
+        starts,
+        manifest.fingerprint,
+        f"{key}={path!r} has no document.",
+        place=IndexPlace(directory / "rows", manifest.fingerprint),
+        notes=spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text),
+        eval_fraction=eval_fraction,
+    )
