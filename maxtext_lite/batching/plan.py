@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import MemoryEstimate
@@ -28,7 +28,6 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
-    MOST_DEVICES,
     MeshSizes,
     Topology,
     resolve_mesh,
@@ -42,6 +41,7 @@ from maxtext_lite.config.errors import (
     counted,
     nearest_clause,
     number_text,
+    refuse,
     rounded_text,
     value_text,
 )
@@ -362,43 +362,34 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
     Args:
       num_examples: training examples in the data; if unknown, the length of a run of num_epochs is unknown too.
     """
-    if config.run_kind == "train":
-        return _derive_plan(config, topology, num_examples, None)
-    if broken := topology_violations(topology):
-        return broken
-    sampled: SampledBatch | list[Refusal] = registry.load("batch", config.run_kind)(config, topology)
-    if isinstance(sampled, list):
-        return sampled
-    return _derive_plan(config, sampled.training_part(topology), num_examples, sampled)
-
-
-def _derive_plan(
-    config: Config, topology: Topology, num_examples: int | None, sampled: SampledBatch | None
-) -> BatchPlan | list[Refusal]:
-    """The plan, or every broken rule.
-
-    Args:
-      sampled: the batch of a run whose config has no use for the keys of batches, and no length in epochs.
-    """
     broken = topology_violations(topology)
-    if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
+    if broken:
         return broken
+    sampled: SampledBatch | None = None
+    if config.run_kind != "train":
+        outcome: SampledBatch | list[Refusal] = registry.load("batch", config.run_kind)(config, topology)
+        if isinstance(outcome, list):
+            return outcome
+        sampled = outcome
+        topology = sampled.training_part(topology)
 
-    def legal(part: T | Refusal | list[Refusal]) -> T | None:
-        if isinstance(part, Refusal | list):
-            broken.extend([part] if isinstance(part, Refusal) else cast("list[Refusal]", part))
+    def legal(part: T | Refusal) -> T | None:
+        if isinstance(part, Refusal):
+            broken.append(part)
             return None
         return part
 
     num_devices = topology.num_devices
     mesh = legal(resolve_mesh(config, num_devices))
     batch = sampled.trained if sampled else legal(derive_batch(config, num_devices))
-    eval_size = legal(_eval_size(config, num_devices))
+    eval_size = config.eval_per_device_batch_size
+    if (eval_size * num_devices).denominator != 1:
+        broken.append(not_whole("eval_per_device_batch_size", eval_size, num_devices))
     readers = legal(loading_hosts(config, topology.num_hosts))
     ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
     rampup = legal(ramp)
     stages = None
-    if batch and not isinstance(ramp, list):
+    if batch and not isinstance(ramp, Refusal):
         stages = rampup.all_stages if rampup else (only_stage(batch),)
     length = legal(derive_length(config, stages, None if sampled else num_examples))
     axes = mesh or stated_axes(config)
@@ -409,7 +400,8 @@ def _derive_plan(
     broken.extend(pipeline_violations(config, axes.total["stage"], axes.total["context"]))
     if broken or not (mesh and batch and readers and length):
         return broken
-    num_stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
+    num_stages = mesh.total["stage"]
+    pieces = config.num_pipeline_microbatches
     return BatchPlan(
         per_device_batch_size=batch.per_device_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
@@ -450,29 +442,16 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refu
         if factor.numerator == 1:
             return tuple(range(num_hosts))
         loads = 1 / factor
-        return Refusal(
-            key,
-            f"{key}={number_text(factor)} is 1/x = {number_text(loads)} loads per step, not a whole number.",
-            (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
-        )
+        rule = f"is 1/x = {number_text(loads)} loads per step, not a whole number"
+        return refuse(config, key, rule, Fraction(1, int(loads) + 1), Fraction(1, int(loads)))
     hosts = num_hosts / factor
     if hosts.denominator == 1:
         return tuple(range(int(hosts)))
     is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
-    meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
-    return Refusal(
-        key,
-        f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-        f"{number_text(hosts)} loading hosts, not a whole number.",
-        (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
-    )
-
-
-def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Refusal:
-    per_device = config.eval_per_device_batch_size
-    if (per_device * num_devices).denominator != 1:
-        return not_whole("eval_per_device_batch_size", per_device, num_devices)
-    return per_device
+    # 2.6667 on 8 hosts is 8/3
+    near = [Fraction(num_hosts, round(hosts))] if is_rounded else divisors_around(num_hosts, factor)
+    rule = f"makes {number_text(hosts)} loading hosts of {num_hosts}, not a whole number"
+    return refuse(config, key, rule, *near)
 
 
 def _diloco_replicas(config: Config, data_axis: int) -> int | Refusal | None:
@@ -484,8 +463,8 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Refusal | None:
         return data_axis
     if replicas % data_axis == 0:
         return replicas
-    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
-    return Refusal(key, message, (*multiples_around(data_axis, replicas), -1))
+    rule = f"is not a multiple of the data axis, {data_axis}: each part has equally many"
+    return refuse(config, key, rule, *multiples_around(data_axis, replicas), -1)
 
 
 def refusals(config: Config, topology: Topology, num_examples: int | None = None) -> list[Refusal]:
@@ -549,11 +528,8 @@ def _resolve_or_raise(config: Config, topology: Topology, num_examples: int | No
 
 def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
     if num_examples is None and config.num_epochs:
-        message = (
-            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
-            "Give num_examples to make_plan, or --examples N to the command plan."
-        )
-        return [Refusal("num_epochs", message)]
+        rule = "gives no steps without the number of examples: num_examples of make_plan, or plan --examples"
+        return [refuse(config, "num_epochs", rule)]
     if num_examples is not None and num_examples < 1:
         return [Refusal("", f"num_examples={value_text(num_examples)}: there is no training example.")]
     return []

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, number_text, short_text
+from maxtext_lite.config.errors import Refusal, counted, number_text, refuse, short_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
@@ -210,14 +210,11 @@ class RampupBatchManager:
         }
 
 
-def make_rampup(
-    config: BatchConfig, batch: Batch | None, num_devices: int
-) -> RampupBatchManager | list[Refusal] | None:
-    """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
+def make_rampup(config: BatchConfig, batch: Batch | None, num_devices: int) -> RampupBatchManager | Refusal | None:
+    """The ramp of a config; None where it is off or its target unknown; or a rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
-    unit = _unit(config, batch, num_devices)
-    if broken := _not_whole_stages(config, batch, num_devices, unit) or _no_way_up(config, batch, unit):
+    if broken := _ramp_violation(config, batch, num_devices):
         return broken
     return RampupBatchManager(
         num_devices,
@@ -230,58 +227,36 @@ def make_rampup(
     )
 
 
-def _unit(config: BatchConfig, batch: Batch, num_devices: int) -> Fraction:
-    """What the start and the increment are multiples of: one example, or one accumulation step."""
-    if config.rampup_mode == "per_device_batch_size":
-        return Fraction(1, num_devices)
-    return batch.per_device_batch_size / batch.gradient_accumulation_steps
-
-
-def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Refusal]:
-    """Refuses a ramp of whole stages that does not rise to the target in whole increments."""
-    start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
+def _ramp_violation(config: BatchConfig, batch: Batch, num_devices: int) -> Refusal | None:
+    """Refuses stages that are not whole, and a ramp that does not rise to the target in whole increments."""
+    start = config.per_device_batch_size_start
+    increment = config.per_device_batch_size_increment
     target = batch.per_device_batch_size
+    unit = Fraction(1, num_devices)  # of the start and the increment: one example, or one accumulation step
+    unit_text = f"1 example on {counted(num_devices, 'device')}"
+    if config.rampup_mode == "gradient_accumulation_steps":
+        unit = target / batch.gradient_accumulation_steps
+        unit_text = f"per_device_batch_size / gradient_accumulation_steps={batch.gradient_accumulation_steps}"
+    for key in (_START, _INCREMENT):
+        size = getattr(config, key)
+        if (size / unit).denominator != 1:
+            rule = f"is not a multiple of {number_text(unit)}, {unit_text}"
+            return refuse(config, key, rule, *multiples_around(unit, size), _NO_RAMP)
     if start >= target:
         near = [target - increment] if target > increment else []
-        message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Refusal(_START, message, (*near, _NO_RAMP))]
+        return refuse(
+            config, _START, f"is not below the target per_device_batch_size={number_text(target)}", *near, _NO_RAMP
+        )
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
-        return []
-
+        return None
     whole = int((target - start) / unit)
     increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
-    near = (*around(increments, increment), _NO_RAMP)
-    if steps > _MOST_INCREMENTS:
-        message = (
-            f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
-            f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
-        )
-        return [Refusal(_INCREMENT, message, near)]
-    message = (
-        f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {number_text(steps)} increments, not a whole number."
+    rule = (
+        f"makes {number_text(steps)} increments of {_START}={number_text(start)} to "
+        f"per_device_batch_size={number_text(target)}, not a whole number of at most {_MOST_INCREMENTS:,}"
     )
-    return [Refusal(_INCREMENT, message, near)]
-
-
-def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Refusal]:
-    """Refuses stages that are not a whole number of examples, or of accumulation steps."""
-    target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
-    by_device = config.rampup_mode == "per_device_batch_size"
-    times = f"x {num_devices} device{'s' * (num_devices != 1)}"
-    if not by_device:
-        times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
-    what = "examples" if by_device else "accumulation steps"
-    return [
-        Refusal(
-            key,
-            f"{key}={number_text(value)} {times} = {number_text(value / unit)} {what}, not a whole number.",
-            (*multiples_around(unit, value), _NO_RAMP),
-        )
-        for key in (_START, _INCREMENT)
-        if ((value := getattr(config, key)) / unit).denominator != 1
-    ]
+    return refuse(config, _INCREMENT, rule, *around(increments, increment), _NO_RAMP)
 
 
 @dataclass(frozen=True)
@@ -418,23 +393,17 @@ def derive_length(
     epochs = config.num_epochs
     stated = None if num_examples is None or epochs == 0 else epochs * num_examples
     if stated is not None and stated.denominator != 1:
-        return Refusal(
-            "num_epochs",
-            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {number_text(stated)} "
-            "examples, not a whole number.",
-            (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
-        )
+        rule = f"x {num_examples} examples in the data = {number_text(stated)} examples, not a whole number"
+        near = (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs)))
+        return refuse(config, "num_epochs", rule, *near)
     if stages is None or (epochs == 0 and config.steps == -1):
         return None
     examples = None if stated is None else int(stated)
     length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
     if num_examples is not None and epochs and not length.steps:
         wanted = stages[0].global_batch_to_train
-        message = (
-            f"num_epochs={number_text(epochs)} is {examples} examples, fewer than the {wanted} of one batch, and "
-            "last_batch=drop trains whole batches only: no step."
-        )
-        return Refusal("num_epochs", message, (Fraction(wanted, num_examples), {"last_batch": "train"}))
+        rule = f"is {examples} examples, fewer than the {wanted} of one batch, and last_batch=drop trains on no other"
+        return refuse(config, "num_epochs", rule, Fraction(wanted, num_examples), {"last_batch": "train"})
     return length
 
 
@@ -503,15 +472,9 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
         return []
     base = config.base_global_batch_size
     if base == 0:
-        key = "base_global_batch_size"
-        return [
-            Refusal(
-                key,
-                f"{key}=0 does not state the batch that learning_rate was tuned for, from which "
-                f"learning_rate_scaling={config.learning_rate_scaling} scales.",
-                () if batch is None else (batch.global_batch_to_train,),
-            )
-        ]
+        rule = f"does not state the batch from which learning_rate_scaling={config.learning_rate_scaling} scales"
+        nearest = () if batch is None else (batch.global_batch_to_train,)
+        return [refuse(config, "base_global_batch_size", rule, *nearest)]
     if batch is None or not config.scale_adam_with_batch:
         return []
     ratio = Fraction(batch.global_batch_to_train, base)
@@ -524,15 +487,11 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
         # The smallest decay that works, rounded up at enough digits to stay below 1.
         digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
         smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
-        broken.append(
-            Refusal(
-                key,
-                f"{key}={number_text(decay)} becomes {short_text(1 - ratio * forgotten)} with "
-                f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} "
-                f"the largest batch is {largest}, not {batch.global_batch_to_train}.",
-                (smallest, {"scale_adam_with_batch": False}),
-            )
+        rule = (
+            f"becomes {short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true, not in [0, 1): beside "
+            f"base_global_batch_size={base} the largest batch is {largest}, not {batch.global_batch_to_train}"
         )
+        broken.append(refuse(config, key, rule, smallest, {"scale_adam_with_batch": False}))
     return broken
 
 

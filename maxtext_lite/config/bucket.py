@@ -116,13 +116,9 @@ def storage_errors(path: object) -> Generator[None]:
 
 def names_below(directory: Path) -> list[str]:
     """All files below a directory, by their paths from there, in order."""
-    if is_bucket(directory):
-        system, root = file_system(directory)
-        with storage_errors(directory):
-            return sorted(name.removeprefix(f"{root}/") for name in system.find(root))
-    return sorted(
-        str((Path(parent) / name).relative_to(directory)) for parent, _, found in os.walk(directory) for name in found
-    )
+    system, root = file_system(directory)
+    with storage_errors(directory):
+        return sorted(name.removeprefix(f"{root}/") for name in system.find(root))
 
 
 def remove_objects(directory: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -21,22 +20,18 @@ def parse_json(text: str, *, allow_nan: bool = False) -> Any:
     Raises:
       ValueError: the text is not JSON, has a key twice, or is nested deeper than Python reads; the message is a clause.
     """
-    constant = None if allow_nan else _refuse_constant
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=None if allow_nan else _refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno} " if "\n" in text.strip() else ""
-        raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        times = Counter(name for name, _ in pairs)
-        twice = next(name for name in times if times[name] > 1)
-        raise ValueError(f"the key '{value_text(twice)}' occurs twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key '{value_text(name)}' occurs twice in one object")
+        found[name] = value
     return found
 
 

@@ -15,7 +15,6 @@ INCOMPLETE = "ends with an incomplete line"
 """In the note on a file whose last line was not written to its end, as after any kill."""
 
 _MOST_NAMED = 5
-_MOST_STEPS = 2**63
 
 Record = dict[str, Any]
 """A JSON object with its `step`."""
@@ -51,11 +50,11 @@ def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
 
 def _record(line: bytes) -> Record | None:
     try:
-        record: object = json.loads(line.decode("utf-8"))
+        record = as_object(json.loads(line))
     except (ValueError, RecursionError):
         return None
-    step = as_object(record).get("step")
-    return as_object(record) if type(step) is int and 0 <= step < _MOST_STEPS else None
+    step = record.get("step")
+    return record if type(step) is int and step >= 0 else None
 
 
 def _first(texts: list[str]) -> str:
@@ -108,25 +107,20 @@ def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any],
     Args:
       default: converts values of other types.
     """
-    return json.dumps(with_numbers(value, math.inf), allow_nan=False, indent=indent, default=default)
+    return json.dumps(without_infinities(value), allow_nan=False, indent=indent, default=default)
 
 
-def with_numbers(value: Any, below: float) -> Any:
-    """JSON in which numbers outside (-below, below), and those that are not finite, become null."""
+def without_infinities(value: Any) -> Any:
+    """JSON in which numbers that are not finite become null."""
     if isinstance(value, dict):
-        return {name: with_numbers(each, below) for name, each in cast("Record", value).items()}
+        return {name: without_infinities(each) for name, each in cast("Record", value).items()}
     if isinstance(value, list | tuple):
-        return [with_numbers(each, below) for each in cast("list[Any]", value)]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value if -below < value < below else None
+        return [without_infinities(each) for each in cast("list[Any]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value
 
 
 def as_object(value: object) -> dict[str, Any]:
     """The value if it is a JSON object, otherwise {}."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def as_list(value: object) -> list[Any]:
-    """The value if it is a JSON array, otherwise []."""
-    return cast("list[Any]", value) if isinstance(value, list) else []

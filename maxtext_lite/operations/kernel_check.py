@@ -11,7 +11,6 @@ a wrong scale. Parts that a run computes plainly are not compared.
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from jax.typing import DTypeLike
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import UserError
 from maxtext_lite.config.keys import ATTENTION_KINDS
-from maxtext_lite.config.records import with_numbers
+from maxtext_lite.config.records import without_infinities
 from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.layers import HEADS_AXES, OutputHead
@@ -157,7 +156,7 @@ def check_kernels(run: TrainingRun, batch: Rows, say: Callable[[str], None]) -> 
                 f"documents of the first batch ({said}). Use {piece.instead}."
             )
     if found:
-        run.note_environment(kernels=with_numbers(found, math.inf))
+        run.note_environment(kernels=without_infinities(found))
     if wrong:
         raise UserError(wrong)
 

@@ -300,8 +300,3 @@ def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(
     config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
     assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
     assert list(dict.fromkeys(measured)) == expected
-
-
-def test_a_ramp_is_refused():
-    with pytest.raises(UserError, match="enable_rampup_batch_size"):
-        Machine("enable_rampup_batch_size=true").tune()
