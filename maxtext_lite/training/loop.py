@@ -391,5 +391,7 @@ class _Loop:
             if is_interrupted:
                 by = self.signals.received.name if self.signals.received else "another host"
             log.say(f"stopped by {by} after step {step}, {self.saved}")
-        log.report_end()
+        if shares := log.token_shares():
+            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
+            log.say(f"target tokens by source since the mixture last changed: {text}")
         return RunResult(run.directory, step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)

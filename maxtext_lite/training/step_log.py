@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxtext_lite.config import registry
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.records import is_evaluation, read_records
@@ -65,7 +64,8 @@ def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool
     path = run.files.directory / METRICS
 
     def has_no_evaluation() -> bool:
-        return {is_evaluation(record) for record in read_records(path, []) if record["step"] == step} == {False}
+        records = [record for record in read_records(path, []) if record["step"] == step]
+        return len(records) > 0 and not any(map(is_evaluation, records))
 
     return on_first_host(path, has_no_evaluation)
 
@@ -302,21 +302,6 @@ class StepLog:
         self._source_tokens = seen, tokens
         total = max(sum(tokens.values()), 1)
         return {name: count / total for name, count in tokens.items()}
-
-    def report_end(self) -> None:
-        """Reports each source's share of the tokens, and the batch size that the noise scale suggests, where known."""
-        if shares := self.token_shares():
-            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
-            self.say(f"target tokens by source since the mixture last changed: {text}")
-        counts, plan, config = self.counts, self.run.plan, self.run.config
-        if not counts.noise.steps or plan.rl is not None or not registry.is_installed("estimate", "advice"):
-            return
-        batch = plan.stage_at(counts.examples_seen).global_batch_to_train
-        _, examples = plan.length.end_after(counts.step, counts.examples_seen)
-        tokens = examples * config.max_target_length
-        advice = registry.load("estimate", "advice")
-        for sentence in advice(config, counts.noise.examples, counts.noise.relative_error, batch, tokens):
-            self.say(sentence)
 
 
 def throughput(

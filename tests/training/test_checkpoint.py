@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import Pipeline, sharding
@@ -46,7 +47,7 @@ def opened(directory, *overrides, **more):
 
 
 def same(found, want):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), want)
+    jax.tree.map(assert_array_equal, jax.device_get(found), want)
 
 
 def names_in(run):
@@ -127,7 +128,7 @@ def test_replicas_and_what_they_share_come_back_in_a_pipeline_of_other_rounds(
         (found.update_state, state.update_state),
     ):
         jax.tree.map(
-            lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+            lambda x, y: assert_array_equal(x, np.reshape(y, x.shape)),
             got,
             saved,
         )
@@ -299,7 +300,7 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(
     added = 3 * np.einsum(
         "LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab")
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6
     )
     same(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])

@@ -4,10 +4,8 @@ import copy
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
-import yaml
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.keys import ModelConfig, RopeScaling
@@ -21,11 +19,9 @@ from maxtext_lite.hf.config_json import (
 )
 from maxtext_lite.hf.families import FAMILIES
 from maxtext_lite.hf.fields import DEFAULTS, same_architecture
+from tests.tables import read_table
 
-TABLE = yaml.load(
-    (Path(__file__).parent / "families.yml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader,
-)
+TABLE = read_table("config/hf/families.yml")
 PUBLISHED = {
     row["fields"]["model_type"]: row["fields"] for row in reversed(TABLE["published"])
 }
