@@ -129,7 +129,8 @@ def schedule_change_note(
     old_rate = _rate_after(old_config, before, step, examples_seen)
     rate = _rate_after(config, now, step, examples_seen)
     unit = 0 if config.schedule_unit == "steps" else 1
-    old_end, end = before["end"][unit], now["end"][unit]
+    old_end = before["end"][unit]
+    end = now["end"][unit]
     is_constant = "constant" in (old_config.learning_rate_schedule, config.learning_rate_schedule)
     if rate == old_rate and (is_constant or end == old_end):
         return []
@@ -145,9 +146,11 @@ def _rate_after(config: OptimizerConfig, start: Mapping[str, Any], step: int, ex
     Skipped steps are not known here, and all examples are taken to have as many tokens.
     """
     last_step, last_example = start["end"]
-    u, last = float(step), float(last_step)
+    u = float(step)
+    last = float(last_step)
     if config.schedule_unit != "steps":
-        u, last = examples_seen / start["batch"], last_example / start["batch"]
+        u = examples_seen / start["batch"]
+        last = last_example / start["batch"]
     at = np.float64(u)
     return f"{float(config.learning_rate * decay(config, at, last, np) * warm_up(config, at, last, np)):.3g}"
 
@@ -258,7 +261,8 @@ class CheckpointReader:
         if "fingerprint" not in about:
             raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures, self.starts = self.mixtures or about["mixtures"], about["starts"]
+        self.mixtures = self.mixtures or about["mixtures"]
+        self.starts = about["starts"]
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         update_state = {}
         for part, tree in abstract.update_state.items():
@@ -314,7 +318,8 @@ class Checkpointer(CheckpointReader):
         before: Callable[[], None] = lambda: None,
     ):
         super().__init__(run_directory, fingerprint)
-        self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
+        self._to_keep = config.max_num_checkpoints_to_keep
+        self._waits = not config.async_checkpointing
         self._say = say if jax.process_index() == 0 else lambda _: None
         on_first_host(self._directory, lambda: store_of(self._directory).remove_leftovers(self._directory))
         self._saver = Saver(before)

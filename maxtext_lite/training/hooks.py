@@ -25,7 +25,9 @@ class LossSpike(Exception):
 
     def __init__(self, message: str, step: int, examples_seen: int, limit: float = math.inf):
         super().__init__(message)
-        self.step, self.examples_seen, self.limit = step, examples_seen, limit
+        self.step = step
+        self.examples_seen = examples_seen
+        self.limit = limit
 
 
 class NonFiniteLoss(LossSpike):

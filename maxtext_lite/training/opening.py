@@ -131,7 +131,8 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
       NotInstalled: nothing that chooses one is installed.
     """
     devices = start_devices()
-    kind, machine = devices[0].device_kind, machine_of(devices)
+    kind = devices[0].device_kind
+    machine = machine_of(devices)
     device = device_of_kind(kind)
     if device and device_memory_gb is None:
         device_memory_gb = device.memory_bytes / 1e9

@@ -143,8 +143,10 @@ class GradientAccumulation(optax.MultiSteps):
             inner = optax.masked(inner, jax.tree.map(operator.not_, biases))
         super().__init__(inner, every_k_schedule, use_grad_mean=False, accumulator_dtype=jnp.float32)
         self._keeps_sum = every_k_schedule > 1
-        self._biases, self._bias_rate = biases, bias_rate
-        self.loss_scaling, self.max_skipped = loss_scaling, max_skipped
+        self._biases = biases
+        self._bias_rate = bias_rate
+        self.loss_scaling = loss_scaling
+        self.max_skipped = max_skipped
         self._masters = masters
         self.over_data = over_data
         self.on_host = on_host

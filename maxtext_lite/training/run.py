@@ -263,7 +263,8 @@ class TrainingRun:
         abstract = self.abstract_state
         state, counts = saved.restore(abstract)
         self._mix(counts)
-        step, examples_seen = counts.step, counts.examples_seen
+        step = counts.step
+        examples_seen = counts.examples_seen
         last, _ = self.plan.length.end_after(step, examples_seen)
         optimizer = optimizer_of_run(self.config, self.plan, self.decoder, self._own, last=last)
         self.parts = dataclasses.replace(self.parts, optimizer=optimizer)

@@ -267,7 +267,9 @@ class StepLog:
 
     def _skip_or_stop(self, examples_seen: int, metrics: Record, find_cause: Callable[[], str]) -> None:
         """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
-        config, step, in_a_row = self.run.config, self.counts.step, self.counts.skipped_in_a_row
+        config = self.run.config
+        step = self.counts.step
+        in_a_row = self.counts.skipped_in_a_row
         if self._is_of_loss_scale(metrics):
             self.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
             return
@@ -286,7 +288,9 @@ class StepLog:
 
     def _compare_with_band(self, examples_seen: int, loss: float) -> None:
         """Compares a loss with the band of the losses before it, then adds it to them."""
-        step, losses, width = self.counts.step, self.counts.losses, self.run.config.max_loss_spike
+        step = self.counts.step
+        losses = self.counts.losses
+        width = self.run.config.max_loss_spike
         limit = band_limit(losses, width)
         if loss > limit:
             raise LossSpike(
@@ -300,11 +304,13 @@ class StepLog:
 
     def token_shares(self) -> dict[str, float]:
         """Each source's share of the target tokens since the mixture last changed; {} without. All hosts call it."""
-        source, seen = self.run.source, self.counts.examples_seen
+        source = self.run.source
+        seen = self.counts.examples_seen
         if not isinstance(source, MixtureSource) or source.stream is None:
             return {}
         first, tokens = self._source_tokens or (source.stream.last.examples_seen, {})
-        seed, hosts = self.run.config.data_shuffle_seed, self.run.plan.loading_hosts
+        seed = self.run.config.data_shuffle_seed
+        hosts = self.run.plan.loading_hosts
         more = source_tokens_of_run(source, first, seen, seed=seed, loading_hosts=hosts)
         tokens = {name: tokens.get(name, 0) + count for name, count in more.items()}
         self._source_tokens = seen, tokens
