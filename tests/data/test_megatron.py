@@ -10,6 +10,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
+from tests.prepared import flipped
 
 CODES = {"u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 TEXTS = ["one", "two words", "x" * 50, "the last", "another " * 9, "end"]
@@ -107,10 +108,7 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
 DAMAGES = {
     "no index": ("m.idx", lambda content: b""),
     "floats": ("m.idx", lambda content: content[:17] + b"\6" + content[18:]),
-    "a document": (
-        "m.idx",
-        lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:],
-    ),
+    "a document": ("m.idx", lambda content: flipped(content, 106)),
     "cut tokens": ("m.bin", lambda content: content[:-2]),
 }
 

@@ -12,6 +12,7 @@ from maxtext_lite.evaluate import main as evaluate
 from maxtext_lite.post_training import dpo_reference
 from maxtext_lite.post_training.dpo_reference import FILE
 from maxtext_lite.training import train
+from tests.prepared import flipped
 from tests.run_directories import lines_of
 from tests.training.conftest import TINY
 
@@ -151,9 +152,7 @@ def test_a_reference_that_is_missing_damaged_or_of_other_data_is_refused(tmp_pat
     whole = (tmp_path / FILE).read_bytes()
     (found,) = dpo_reference._read(run, [source]).values()
     np.testing.assert_array_equal(found, table)
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
-    for text in (flipped, whole[:-1], b"", bytes(len(whole))):
+    for text in (flipped(whole), whole[:-1], b"", bytes(len(whole))):
         (tmp_path / FILE).write_bytes(text)
         with pytest.raises(UserError):
             dpo_reference._read(run, [source])

@@ -13,6 +13,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.data import text_cache
 from maxtext_lite.data.sources import open_sources
+from tests.prepared import flipped
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 
@@ -86,10 +87,7 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
 
 
 DAMAGES = {
-    "flipped": (
-        "tokens",
-        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
-    ),
+    "flipped": ("tokens", flipped),
     "truncated": ("starts.i64", lambda content: content[:-9]),
     "about": ("index.json", lambda content: b'{"spelled": []}'),
 }
