@@ -13,7 +13,7 @@ from maxtext_lite.post_training import dpo_reference
 from maxtext_lite.post_training.dpo_reference import FILE
 from maxtext_lite.training import train
 from tests.prepared import flipped
-from tests.run_directories import lines_of
+from tests.run_directories import lines_of, write_lines
 from tests.training.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("one_device_for_all")
@@ -24,17 +24,13 @@ def config_of(tmp_path_factory):
     """A function that returns the config of a run of 8 pairs a step, all in one directory."""
     directory = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)
-    with (directory / "pairs.jsonl").open("w") as file:
-        for _ in range(60):
-            prompt, chosen, rejected = (
-                "".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3)
-            )
-            file.write(
-                json.dumps(
-                    {"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"}
-                )
-                + "\n"
-            )
+    pairs = []
+    for _ in range(60):
+        prompt, chosen, rejected = (
+            "".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3)
+        )
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"})
+    write_lines(directory / "pairs.jsonl", pairs)
     keys = """
     dataset_type=dpo steps=4 optimizer=sgd learning_rate=1 learning_rate_schedule=constant eval_interval=4
     eval_fraction=0.2 packing=false global_batch_size=8 gradient_accumulation_steps=-1 dpo_beta=0.5
