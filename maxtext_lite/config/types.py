@@ -342,7 +342,8 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
       kind: has the key.
       name: of the key for the user; "": that in `kind`.
     """
-    key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
+    key = name or ".".join(map(str, detail["loc"]))
+    value = value_text(detail["input"])
     field = kind.model_fields[str(detail["loc"][0])]
     wrong = detail.get("ctx", {}).get("error")
     if detail["type"] == "literal_error":
@@ -354,7 +355,8 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
 
 def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     """The legal numbers next to a wrong one, by pydantic's error."""
-    stated, bound = detail["input"], detail.get("ctx", {})
+    stated = detail["input"]
+    bound = detail.get("ctx", {})
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
         least = next((each.ge for each in field.metadata if hasattr(each, "ge")), 0)
         most = next((each.le for each in field.metadata if hasattr(each, "le")), _LARGEST_COUNT)

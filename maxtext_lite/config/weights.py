@@ -221,7 +221,8 @@ class ModelShape:
     @property
     def layers_of(self) -> dict[str, tuple[int, ...]]:
         """The numbers of the layers that have each of the mixers."""
-        mixers, layers = self.mixers, range(self.num_layers)
+        mixers = self.mixers
+        layers = range(self.num_layers)
         return {mixer: tuple(layer for layer in layers if mixers[layer % len(mixers)] == mixer) for mixer in mixers}
 
     def stack_name(self, layer: int) -> str | None:
@@ -239,7 +240,8 @@ class ModelShape:
 
         The stacks below "layers" are split over pipeline stages.
         """
-        first, rest = self.num_dense_layers, range(self.num_dense_layers, self.num_layers)
+        first = self.num_dense_layers
+        rest = range(self.num_dense_layers, self.num_layers)
         stacks = {"dense_layers": tuple(range(first))} if first else {}
         if self.stack_name(first) is None:
             return {**stacks, "layers": tuple(rest)}
@@ -466,7 +468,8 @@ EXPERT_BIASES = {
 
 def expert_weights(shape: ModelShape) -> WeightTable:
     """The weights of a layer's experts, their router and the shared expert."""
-    experts, weight = shape.experts, shape.weight
+    experts = shape.experts
+    weight = shape.weight
     assert experts is not None
     table = {"router": weight("D E", "embed router")}
     table |= {name: weight(*line) for name, line in EXPERT_WEIGHTS.items()}

@@ -147,7 +147,7 @@ def hooks_of(config: Config) -> list[Hook]:
     Raises:
       NotInstalled: one of them is absent, and its key is not at its default.
     """
-    asked: dict[str, Sequence[str]] = {"goodput": (), "memory": ()}
+    asked: dict[str, Sequence[str]] = {"goodput": (), "memory": (), "advice": ()}
     if config.log_to or config.prometheus_port:
         asked["trackers"] = ("log_to", "prometheus_port")
     asked["profiler"] = ("profiler_steps",)

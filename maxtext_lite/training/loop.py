@@ -12,8 +12,7 @@ import optax
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.phases import observers, phases
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
@@ -391,5 +390,7 @@ class _Loop:
             if is_interrupted:
                 by = self.signals.received.name if self.signals.received else "another host"
             log.say(f"stopped by {by} after step {step}, {self.saved}")
-        log.report_end()
+        if shares := log.token_shares():
+            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
+            log.say(f"target tokens by source since the mixture last changed: {text}")
         return RunResult(run.directory, step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)

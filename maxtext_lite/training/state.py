@@ -36,7 +36,6 @@ from maxtext_lite.training.optimizer import (
     Progress,
     make_optimizer,
     master_of,
-    own_optimizer,
 )
 
 
@@ -153,7 +152,7 @@ def make_parts(
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
     return StepContext(
         decoder,
-        _optimizer(config, plan, decoder, own, last=plan.steps),
+        optimizer_of_run(config, plan, decoder, own, last=plan.steps),
         mesh,
         config,
         own.objective or objective_of(config),
@@ -161,17 +160,11 @@ def make_parts(
     )
 
 
-def with_total_steps(parts: StepContext, config: Config, plan: BatchPlan, own: Overrides, *, last: int) -> StepContext:
-    """The parts of a run that ends after `last` steps, on which an own optimizer with the config's schedule depends."""
-    if own.optimizer is None or last == plan.steps:
-        return parts
-    return dataclasses.replace(parts, optimizer=_optimizer(config, plan, parts.decoder, own, last=last))
-
-
-def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int) -> GradientAccumulation:
-    axes, scaled = decoder.trained(decoder.axes), scaled_optimizer(config, plan)
-    inner = None if own.optimizer is None else own_optimizer(own.optimizer, scaled, axes, last=last)
-    return make_optimizer(scaled, axes, inner)
+def optimizer_of_run(
+    config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int
+) -> GradientAccumulation:
+    """The optimizer of a run that ends after `last` steps, on which the schedule of an own optimizer depends."""
+    return make_optimizer(scaled_optimizer(config, plan), decoder.trained(decoder.axes), own.optimizer, last=last)
 
 
 def make_decoder(

@@ -11,7 +11,6 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training.optimizer import (
     Progress,
     make_optimizer,
-    own_optimizer,
     schedule_of_run,
 )
 from maxtext_lite.training.state import make_decoder
@@ -299,8 +298,8 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else():
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
     words = "warmup_steps=2 learning_rate=0.1 learning_rate_final_fraction=0 learning_rate_schedule=linear"
     config = load_config(None, words.split())
-    factory = own_optimizer(lambda rate, axes: optax.sgd(rate), config, AXES, last=6)
-    found = after_steps(make_optimizer(config, AXES, factory), GRADIENTS, np.nan)
+    own = make_optimizer(config, AXES, lambda rate, axes: optax.sgd(rate), last=6)
+    found = after_steps(own, GRADIENTS, np.nan)
     table, first, second, third = (
         tree["head"]["projection"] for tree in (PARAMS, *GRADIENTS)
     )
