@@ -207,10 +207,6 @@ class BatchPlan(Batch):
         """The share of its ticks that a stage waits under the configured schedule."""
         return self.pipeline_shape.bubble_fraction(self.pipeline_schedule)
 
-    def flops_of_step(self, stage: BatchStage) -> float:
-        """`flops_per_example` of all examples of a step of a stage."""
-        return self.flops_per_example * stage.global_batch_to_train
-
     @property
     def stages(self) -> tuple[BatchStage, ...]:
         """All stages of the run, the target's last; a single one without a ramp."""
@@ -222,11 +218,7 @@ class BatchPlan(Batch):
         return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The batch sizes of the next step once `examples_seen` examples have been consumed.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """The batch sizes of the next step once `examples_seen` examples have been consumed."""
         return stage_at(self.stages, examples_seen)
 
     @property
@@ -437,7 +429,8 @@ def _expansion_factor(config: BatchConfig) -> Fraction:
 
 def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refusal:
     """The hosts that read, or why expansion_factor_real_data does not suit this number of hosts."""
-    key, factor = "expansion_factor_real_data", _expansion_factor(config)
+    key = "expansion_factor_real_data"
+    factor = _expansion_factor(config)
     if factor < 1:
         if factor.numerator == 1:
             return tuple(range(num_hosts))
@@ -456,7 +449,8 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refu
 
 def _diloco_replicas(config: Config, data_axis: int) -> int | Refusal | None:
     """The copies of the model that local updates train; None where local updates are off."""
-    key, replicas = "diloco_num_replicas", config.diloco_num_replicas
+    key = "diloco_num_replicas"
+    replicas = config.diloco_num_replicas
     if not config.enable_diloco:
         return None
     if replicas == -1:
@@ -537,24 +531,27 @@ def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
 
 def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
     """The plan with the FLOPs and memory of a step and the cost of each schedule, as far as what estimates is there."""
-    rows, pieces = plan.rows_per_micro_batch, plan.num_pipeline_microbatches
+    rows = plan.rows_per_micro_batch
+    pieces = plan.num_pipeline_microbatches
     memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
-    if registry.is_installed("estimate", "memory"):
+    is_estimated = registry.is_installed("estimate", "memory")
+    if is_estimated:
         estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
-        accumulation, replicas = plan.gradient_accumulation_steps, plan.diloco_num_replicas
+        accumulation = plan.gradient_accumulation_steps
+        replicas = plan.diloco_num_replicas
         memory = estimate(config, plan.mesh, rows, accumulation, pieces, memory_gb, replicas, accelerator)
         if plan.rl is not None:
             memory = plan.rl.with_sampling(memory, config, plan.mesh)
     costs: dict[Schedule, ScheduleCost] = {}
-    for schedule in SCHEDULES if plan.num_pipeline_stages > 1 else ():
-        if schedule == "1f1b" and plan.num_pipeline_repeats > 1:
-            continue
-        activations = None
-        if registry.is_installed("estimate", "activations"):
-            activations = registry.load("estimate", "activations")(
-                config, plan.mesh, rows, pieces, schedule, accelerator
-            )
-        costs[schedule] = ScheduleCost(plan.pipeline_shape.bubble_fraction(schedule), activations)
+    if plan.num_pipeline_stages > 1:
+        for schedule in SCHEDULES:
+            if schedule == "1f1b" and plan.num_pipeline_repeats > 1:
+                continue
+            activations = None
+            if is_estimated:
+                estimate_activations = registry.load("estimate", "activations")
+                activations = estimate_activations(config, plan.mesh, rows, pieces, schedule, accelerator)
+            costs[schedule] = ScheduleCost(plan.pipeline_shape.bubble_fraction(schedule), activations)
     flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
     return replace(plan, flops_per_example=flops, memory=memory, pipeline_schedules=costs)
 
@@ -615,7 +612,9 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-_LARGEST_TUNING_RATE, _LARGE_MODEL_RATE, _LARGE_MODEL = 1e-3, 3e-3, 10**9
+_LARGEST_TUNING_RATE = 1e-3
+_LARGE_MODEL_RATE = 3e-3
+_LARGE_MODEL = 10**9
 
 
 def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
@@ -625,7 +624,8 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
     yield from _diloco_warnings(plan)
     if registry.is_installed("estimate", "evaluation"):
         yield from registry.load("estimate", "evaluation")(config, plan, accelerator)
-    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    micro = plan.micro_batch_to_train
+    pieces = plan.num_pipeline_microbatches
     if micro % pieces:
         yield (
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
@@ -676,7 +676,8 @@ def _rate_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     """The warnings that depend on where the run ends."""
-    total, period = plan.global_batch_to_train, plan.diloco_sync_period
+    total = plan.global_batch_to_train
+    period = plan.diloco_sync_period
     # A schedule that counts examples or tokens counts them in steps of the target batch.
     schedule = Fraction(plan.steps) if config.schedule_unit == "steps" else Fraction(plan.total_examples, total)
     if config.warmup_steps > schedule:
@@ -712,7 +713,8 @@ def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
 
 
 def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
-    kernel, remat = plan.attention_kernel.name, remat_of(config)
+    kernel = plan.attention_kernel.name
+    remat = remat_of(config)
     if config.balance_attention and plan.layout_shards == (plan.diloco_num_replicas or 1):
         yield "balance_attention=true changes nothing: no shard of the batch waits for another."
     elif config.balance_attention and not kernel_named(kernel).skips_documents:

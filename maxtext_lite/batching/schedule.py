@@ -18,7 +18,8 @@ RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
 _ENDLESS = 2**62  # steps
-_START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
+_START = "per_device_batch_size_start"
+_INCREMENT = "per_device_batch_size_increment"
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,7 @@ def only_stage(batch: Batch) -> BatchStage:
 
 
 def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
-    """The stage of the next step once `examples_seen` examples have been consumed.
-
-    Raises:
-      ValueError: examples_seen is negative.
-    """
-    if examples_seen < 0:
-        raise ValueError(f"examples_seen={examples_seen} is negative")
+    """The stage of the next step once `examples_seen` examples have been consumed."""
     return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
 
 
@@ -104,7 +99,8 @@ class RampupBatchManager:
     mode: RampupMode = "per_device_batch_size"
 
     def __post_init__(self) -> None:
-        start, increment = self.per_device_batch_size_start, self.per_device_batch_size_increment
+        start = self.per_device_batch_size_start
+        increment = self.per_device_batch_size_increment
         if min(start, increment, self.global_rampup_samples, self.per_device_batch_size - start) <= 0:
             raise ValueError("a ramp goes up: 0 < start < target, and increment and samples above 0")
         if ((self.per_device_batch_size - start) / increment).denominator != 1:
@@ -136,12 +132,14 @@ class RampupBatchManager:
     def all_stages(self) -> tuple[BatchStage, ...]:
         """The stages of the ramp, then the one at the target, which lasts to the end of the run."""
         stages: list[BatchStage] = []
-        first_step, seen = 1, 0
+        first_step = 1
+        seen = 0
         for index in range(self.num_increments):
             batch = self._batch_of(self.per_device_batch_size_start + index * self.per_device_batch_size_increment)
             num_steps = math.ceil(self.samples_per_increment / batch.global_batch_to_train)
             stages.append(replace(batch, first_step=first_step, num_steps=num_steps, samples_before=seen))
-            first_step, seen = first_step + num_steps, seen + num_steps * batch.global_batch_to_train
+            first_step = first_step + num_steps
+            seen = seen + num_steps * batch.global_batch_to_train
         target = self._batch_of(self.per_device_batch_size)
         return (*stages, replace(target, first_step=first_step, samples_before=seen))
 
@@ -158,9 +156,11 @@ class RampupBatchManager:
     def _batch_of(self, size: Fraction) -> BatchStage:
         """A stage of b_k = `size`, as if the run consisted of it."""
         if self.mode == "per_device_batch_size":
-            per_device, accumulation = size, self.gradient_accumulation_steps
+            per_device = size
+            accumulation = self.gradient_accumulation_steps
         else:
-            per_device, accumulation = self.per_device_batch_size, int(size * self._unit)
+            per_device = self.per_device_batch_size
+            accumulation = int(size * self._unit)
         return BatchStage(per_device, accumulation, int(per_device * self.num_devices))
 
     @property
@@ -169,11 +169,7 @@ class RampupBatchManager:
         return self.last_stage.first_step - 1
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The stage of the next step once `examples_seen` examples have been consumed.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """The stage of the next step once `examples_seen` examples have been consumed."""
         return stage_at(self.all_stages, examples_seen)
 
     def batch_size_at(self, step: int) -> int:
@@ -317,26 +313,19 @@ class RunLength:
         return tuple(found)
 
     def step_examples(self, examples_seen: int) -> int:
-        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data."""
         batch = stage_at(self.stages, examples_seen).global_batch_to_train
         if self.stated_examples is None or examples_seen + batch <= self.stated_examples:
             return batch
-        return max(self.stated_examples - examples_seen, 0) if self.trains_short_batch else 0
+        if not self.trains_short_batch:
+            return 0
+        return max(self.stated_examples - examples_seen, 0)
 
     def steps_left(self, step: int, examples_seen: int) -> int:
         """Steps that remain after `step` steps that consumed `examples_seen` examples.
 
         Stated steps are simply counted. Epochs end with their examples, however many steps those took.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
         """
-        if min(step, examples_seen) < 0:
-            raise ValueError(f"step={step}, examples_seen={examples_seen}: neither may be negative")
         if self.stated_examples is None:
             assert self.stated_steps is not None
             return max(self.stated_steps - step, 0)
@@ -347,16 +336,14 @@ class RunLength:
         """(steps, examples) at the end of a run after `step` steps that consumed `examples_seen` examples.
 
         It is the same after each step of a run, and another one after a change of its batches or of its length.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
         """
         left = self.steps_left(step, examples_seen)
         return step + left, self.examples_after(left, examples_seen)
 
     def examples_after(self, steps: int, examples_seen: int) -> int:
         """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
-        left, seen = steps, examples_seen
+        left = steps
+        seen = examples_seen
         for stage, steps_of_stage in self._ahead(examples_seen):
             taken = min(left, steps_of_stage)
             left -= taken
@@ -370,7 +357,8 @@ class RunLength:
     def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
         """(whole batches that fit before the end of the data, examples seen after them)."""
         assert self.stated_examples is not None
-        steps, seen = 0, examples_seen
+        steps = 0
+        seen = examples_seen
         for stage, steps_of_stage in self._ahead(examples_seen):
             fitting = max(self.stated_examples - seen, 0) // stage.global_batch_to_train
             taken = min(fitting, steps_of_stage)
@@ -416,7 +404,8 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
       xp: the library of `u`, jax.numpy or numpy.
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    final, warmup = config.learning_rate_final_fraction, warmup_end(config, last)
+    final = config.learning_rate_final_fraction
+    warmup = warmup_end(config, last)
     decay_steps = max(last - warmup, 1)
     match config.learning_rate_schedule:
         case "cosine":

@@ -12,8 +12,7 @@ import optax
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.phases import observers, phases
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left

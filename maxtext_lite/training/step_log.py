@@ -20,19 +20,13 @@ from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
+from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import METRICS, JsonLines, Terminal
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import means_of
 
 NOTHING_SAVED = "nothing was saved at or after it"
-
-WINDOW = 32
-"""The number of last losses with which a step's loss is compared."""
-LEAST_LOSSES = 16
-"""With fewer losses there is no band."""
-_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
-_LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
 class StepResult(NamedTuple):
@@ -178,11 +172,11 @@ class StepLog:
         Raises:
           LossSpike: the run must not continue after this step.
         """
-        run, before = self.run, self.counts
         metrics: Record = {name: value.item() for name, value in jax.device_get(result.metrics).items()}
         ready = time.perf_counter()
         seconds = ready - self._last_ready
         self._last_ready = ready
+        before = self.counts
         noise = before.noise.after(
             group_squares=metrics.pop("group_squares"),
             groups=metrics.pop("groups"),
@@ -190,23 +184,22 @@ class StepLog:
             examples=result.num_examples,
         )
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        skipped = 0
+        if not is_finite:
+            skipped = before.skipped_in_a_row + (not self._is_of_loss_scale(metrics))
         self.counts = TrainProgress(
             step=step,
             examples_seen=before.examples_seen + result.num_examples,
             tokens_seen=before.tokens_seen + metrics["target_tokens"],
-            skipped_in_a_row=0 if is_finite else before.skipped_in_a_row + (not self._is_of_loss_scale(metrics)),
+            skipped_in_a_row=skipped,
             noise=noise,
             losses=before.losses,
         )
         record = {"step": step, **metrics}
-        if not metrics.get(run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing
-            record |= dict.fromkeys(metrics.keys() & means_of(run.parts.objective))
+        if not metrics.get(self.run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing
+            record |= dict.fromkeys(metrics.keys() & means_of(self.run.parts.objective))
         record |= self._batch_fields(result, before.examples_seen)
-        record["step_seconds"] = seconds
-        record["data_seconds"] = result.data_seconds
-        record["peak_memory_bytes"] = peak_memory_bytes()
-        flops = run.flops_of(result.example_ids, result.num_examples, before.examples_seen)
-        record |= throughput(flops, metrics["target_tokens"], seconds, run.mesh.size, run.peak_tflops)
+        record |= self._speed_fields(result, before.examples_seen, metrics["target_tokens"], seconds)
         record |= noise.record(result.num_examples)
         record |= result.more
         for hook in self.hooks:
@@ -222,13 +215,14 @@ class StepLog:
         elif not math.isfinite(metrics["param_norm"]):
             left = f"step {step} left param_norm {metrics['param_norm']}; {NOTHING_SAVED}"
             raise NonFiniteLoss(left, step + 1, self.counts.examples_seen)
-        elif run.config.max_loss_spike and metrics["target_tokens"]:
+        elif self.run.config.max_loss_spike and metrics["target_tokens"]:
             self._compare_with_band(before.examples_seen, metrics["loss"])
         return record
 
     def _batch_fields(self, result: StepResult, seen_before: int) -> Record:
         """The entries on the examples of a step and the sizes of its batch, once it is counted."""
-        source, seen = self.run.source, self.counts.examples_seen
+        source = self.run.source
+        seen = self.counts.examples_seen
         stage = self.run.plan.stage_at(seen_before)
         fields: Record = {
             "examples": result.num_examples,
@@ -243,6 +237,20 @@ class StepLog:
         if isinstance(source, MixtureSource):
             fields["source_epochs"] = source.epochs(seen)
         return fields
+
+    def _speed_fields(self, result: StepResult, seen_before: int, target_tokens: int, seconds: float) -> Record:
+        """The entries on the time and the memory of a step."""
+        run = self.run
+        flops = run.flops_of(result.example_ids, result.num_examples, seen_before)
+        tflops = flops / seconds / run.mesh.size / 1e12
+        return {
+            "step_seconds": seconds,
+            "data_seconds": result.data_seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "tokens_per_second": target_tokens / seconds,
+            "tflops_per_device": tflops,
+            "mfu": None if run.peak_tflops is None else tflops / run.peak_tflops,
+        }
 
     def _report_start_up(self) -> None:
         """Reports, after the first step of this start, how the time up to it was spent."""
@@ -304,34 +312,7 @@ class StepLog:
         return {name: count / total for name, count in tokens.items()}
 
 
-def throughput(
-    flops: float, target_tokens: int, seconds: float, num_devices: int, peak_tflops: float | None
-) -> dict[str, float | None]:
-    """tokens_per_second (target tokens), tflops_per_device and mfu of a step of so many model FLOPs."""
-    tflops = flops / seconds / num_devices / 1e12
-    return {
-        "tokens_per_second": target_tokens / seconds,
-        "tflops_per_device": tflops,
-        "mfu": None if peak_tflops is None else tflops / peak_tflops,
-    }
-
-
 def peak_memory_bytes() -> int | None:
     """The peak of this process's devices so far; None where they do not report it, such as CPUs."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def band_limit(values: Sequence[float], width: float, *, least: int = LEAST_LOSSES) -> float:
-    """The upper end of the band of normal values: the median of the finite values plus `width` robust deviations.
-
-    A robust deviation is 1.4826 times the median distance from the median, and at least 1 % of the median. With fewer
-    than `least` finite values the limit is infinity.
-    Source: Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation", section 1.
-    """
-    finite = np.asarray([value for value in values if math.isfinite(value)], np.float64)
-    if len(finite) < least:
-        return math.inf
-    median = np.median(finite)
-    deviation = _TO_DEVIATION * np.median(np.abs(finite - median))
-    return float(median + width * max(deviation, _LEAST_DEVIATION * abs(median)))
