@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.sources import open_sources
+from maxtext_lite.config import UserError
+from tests.data.test_sources import opened as open_data
 from tests.prepared import flipped
 from tests.run_directories import write_lines
 
@@ -41,17 +41,9 @@ def write_megatron(
     prefix.with_suffix(".idx").write_bytes(header + numbers)
 
 
-def opened(path, **changes):
-    keys = {
-        "dataset_path": path,
-        "dataset_type": "megatron",
-        "max_target_length": 8,
-        "eval_fraction": 0,
-    }
-    keys |= {"eval_interval": -1, **changes}
-    return open_sources(
-        load_config(None, [f"{key}={value}" for key, value in keys.items()])
-    )[0]
+def opened(path, dataset_type="megatron", **changes):
+    source, _ = open_data(path, dataset_type=dataset_type, vocab_size=257, **changes)
+    return source
 
 
 @pytest.mark.parametrize(

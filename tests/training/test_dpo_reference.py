@@ -142,7 +142,7 @@ def test_a_reference_that_is_missing_damaged_or_of_other_data_is_refused(tmp_pat
     with pytest.raises(UserError, match=FILE):
         dpo_reference._read(run, [source])
     table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
-    dpo_reference._write(tmp_path / FILE, {"pairs": table})
+    np.savez(tmp_path / FILE, allow_pickle=False, pairs=table)
     with pytest.raises(UserError, match="dataset_path"):
         dpo_reference._read(run, [source, SimpleNamespace(fingerprint="others")])
     whole = (tmp_path / FILE).read_bytes()
