@@ -106,9 +106,10 @@ class Weight:
 
     def adapters(self, rank: int) -> "tuple[Weight, Weight]":
         """LoRA's matrices for it, [.., in, rank] and [.., rank, out], sharded like it."""
-        of_each = ((self.dims, "r"), (self.sizes, rank), (self.axes, "lora_rank"))
-        a, b = zip(*(halves(self.axes, dims, between) for dims, between in of_each), strict=True)
-        return Weight(*a, start="normal"), Weight(*b, start="zeros")
+        a_dims, b_dims = halves(self.axes, self.dims, "r")
+        a_sizes, b_sizes = halves(self.axes, self.sizes, rank)
+        a_axes, b_axes = halves(self.axes, self.axes, "lora_rank")
+        return Weight(a_dims, a_sizes, a_axes, "normal"), Weight(b_dims, b_sizes, b_axes, "zeros")
 
 
 WeightTable = dict[str, Weight]
@@ -222,8 +223,10 @@ class ModelShape:
     def layers_of(self) -> dict[str, tuple[int, ...]]:
         """The numbers of the layers that have each of the mixers."""
         mixers = self.mixers
-        layers = range(self.num_layers)
-        return {mixer: tuple(layer for layer in layers if mixers[layer % len(mixers)] == mixer) for mixer in mixers}
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(mixers, ())
+        for layer in range(self.num_layers):
+            found[mixers[layer % len(mixers)]] += (layer,)
+        return found
 
     def stack_name(self, layer: int) -> str | None:
         """The name below "layers" of the stack that has a layer; None: there is one stack."""

@@ -8,13 +8,15 @@ device memory, leaves the step unchanged on every mesh and schedule, and gives t
 import dataclasses
 import io
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jax.stages import Wrapped
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import writing
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.feed import evaluation_batches
@@ -91,14 +93,18 @@ def _find(run: TrainingRun, eval_step: Wrapped, params: Params, source: ExampleS
 def _read(run: TrainingRun, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """The tables in the first host's file, on every host."""
     path = run.files.directory / FILE
+    remedy = (
+        f"Use another run_name, with load_parameters_path={run.directory} to continue from its parameters as a new "
+        "reference."
+    )
     if not value_of_host(0, run.is_first and path.is_file()):
-        raise UserError(
-            f"{path} is gone, which holds the reference of the run. Use another run_name, with "
-            f"load_parameters_path={run.directory} to continue from its parameters as a new reference."
-        )
+        raise UserError(f"{path} is gone, which holds the reference of the run. {remedy}")
     content = bytes_of_host(0, path.read_bytes() if run.is_first else b"")
-    with np.load(io.BytesIO(content), allow_pickle=False) as tables:
-        found = dict(tables.items())
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as tables:
+            found = dict(tables.items())  # reading a table checks its CRC-32
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}, the reference of the run, is damaged ({value_text(error)}). {remedy}") from None
     if any(source.fingerprint not in found for source in sources):
         raise UserError(
             f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use the "

@@ -21,7 +21,7 @@ from maxtext_lite.data.prepared import (
     open_prepared,
     read_manifest,
 )
-from tests.prepared import byte_shards, write_prepared
+from tests.prepared import byte_shards, flipped, write_prepared
 
 TEXTS = [
     "one",
@@ -96,7 +96,7 @@ def test_changed_files_are_refused_by_name(prepared, refusal):
     )  # ArrayRecord rounds up to blocks: the size alone would not tell
     for changed_shard in (
         content[:-1],
-        content[:5] + bytes([content[5] ^ 1]) + content[6:],
+        flipped(content, 5),
         other,
     ):
         shard.write_bytes(changed_shard)

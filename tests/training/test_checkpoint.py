@@ -32,6 +32,7 @@ from maxtext_lite.training.parameter_files import (
     whole_checkpoint,
 )
 from tests.meshes import mesh_of
+from tests.prepared import flipped
 from tests.training.conftest import COUNTS, TINY
 
 NEXT = dataclasses.replace(COUNTS, step=10)
@@ -196,9 +197,7 @@ def test_another_run_is_refused_by_the_one_key_that_says_so(
 
 
 DAMAGES = {
-    "a flipped bit": lambda path: path.write_bytes(
-        bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:]
-    ),
+    "a flipped bit": lambda path: path.write_bytes(flipped(path.read_bytes(), 0)),
     "cut short": lambda path: path.write_bytes(
         path.read_bytes()[: path.stat().st_size // 2]
     ),

@@ -4,7 +4,6 @@ Their steps, however split: tests/invariance/test_matrix.py.
 """
 
 import functools
-import json
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
 from tests.meshes import abstract_parameters, mesh_of
+from tests.run_directories import write_lines
 from tests.training.conftest import LENGTH, pairs_of_answers
 
 torch = pytest.importorskip("torch")
@@ -49,12 +49,8 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkey
     (total / count).backward()
     want = model.get_input_embeddings().weight.grad.numpy()
 
-    path = tmp_path / "lines.jsonl"
-    lines = [
-        json.dumps({"prompt": prompt, "completion": completion})
-        for prompt, completion in ANSWERS.items()
-    ]
-    path.write_text("\n".join(lines))
+    lines = [{"prompt": prompt, "completion": each} for prompt, each in ANSWERS.items()]
+    path = write_lines(tmp_path / "lines.jsonl", lines)
     directory = hf_models.save("llama", tmp_path / "hf")
     monkeypatch.setattr(
         "maxtext_lite.data.tokenizer.ByteTokenizer.end_of_text_id", 2
