@@ -8,18 +8,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from maxtext_lite.analysis.branching import WORSE, critical_batch
+from maxtext_lite.analysis.branches import WORSE, Branches, BranchResult, critical_batch
 from maxtext_lite.analysis.page import write_page
 from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.cli import ArgumentParser, at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.records import json_text
 from maxtext_lite.train import finish
-
-if TYPE_CHECKING:
-    from maxtext_lite.analysis.branches import BranchResult
 
 _MOST = 1024
 _FACTOR = re.compile(
@@ -54,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
       UserError: the run, its checkpoint or a factor is not suitable.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    from maxtext_lite.analysis.branches import Branches
     from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.loop import train
     from maxtext_lite.training.opening import machine_of
@@ -105,7 +100,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _table(results: "Sequence[BranchResult]", losses: Mapping[int, float]) -> Iterator[str]:
+def _table(results: Sequence[BranchResult], losses: Mapping[int, float]) -> Iterator[str]:
     """A line for each branch, with its loss relative to that of factor 1."""
     first = next(losses[each.batch] for each in results if each.factor == 1)
     yield "   batch  learning rate   steps  target tokens      loss  held out  against 1"

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, counted, value_text
-from maxtext_lite.config.status_line import StatusLine
+from maxtext_lite.config.phases import StatusLine
 from maxtext_lite.config.types import data_path_text
 from maxtext_lite.preparation.keys import InspectConfig, PrepareConfig, TokenizerConfig
 

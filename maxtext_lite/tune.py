@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.analysis.expected import least_step
 from maxtext_lite.analysis.page import write_page
 from maxtext_lite.analysis.run_data import read_runs
-from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
+from maxtext_lite.analysis.tuning import Candidate, Timing, tune
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.table import aligned
@@ -95,11 +96,12 @@ def _parser() -> ArgumentParser:
 def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dict[str, Any]:
     """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
     planned, compiled = candidate.plan.memory.total, timing.compiled_bytes
+    least = least_step(candidate.config, candidate.plan, device)
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
         "step_seconds": timing.seconds,
-        "least_step_seconds": least_seconds(candidate, device),
-        "tokens_per_second": None if timing.seconds is None else candidate.tokens / timing.seconds,
+        "least_step_seconds": None if least is None else least.seconds,
+        "tokens_per_second": None if timing.seconds is None else candidate.plan.tokens_per_step / timing.seconds,
         "planned_bytes": planned,
         "compiled_bytes": compiled,
         "error_of_plan_to_compiled": None if compiled is None else planned / compiled - 1,

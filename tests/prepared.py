@@ -68,3 +68,9 @@ def byte_shards(texts: Sequence[str], shards: int) -> list[list[list[int]]]:
     documents = [[*text.encode(), 256] for text in texts]
     bounds = [len(documents) * i // shards for i in range(shards + 1)]
     return [documents[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def flipped(content: bytes, place: int | None = None) -> bytes:
+    """The bytes with one bit changed, in the middle or at a place."""
+    place = len(content) // 2 if place is None else place
+    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]

@@ -1,59 +1,6 @@
-"""What the messages of a refusal name, read as a user reads them; and values that no key is made for."""
+"""What the messages of a refusal name, read as a user reads them."""
 
 import re
-from typing import get_args
-
-from maxtext_lite.config import KEYS
-from maxtext_lite.post_training.keys import RL_KEYS, RLRunConfig
-
-RL_FILE = "configs/post_train/rl.yml"
-EXTREME = (
-    "0",
-    "-1",
-    "2",
-    "7",
-    "1e20",
-    "-1e20",
-    "1000000000000000000",
-    "9223372036854775808",
-    str(10**400),
-    "1e308",
-    "5e-324",
-    "1e400",
-    ".nan",
-    "-.inf",
-    "-0.0",
-    "0.333333333333333333",
-    "1e-300",
-    "1/3",
-    "1/0",
-    "99999999999999999999/3",
-    "0x" + "f" * 4000,
-    "1" * 5000,
-    "a" * 5000,
-    "",
-    "null",
-    "[1, 2]",
-    "{}",
-    "{rope_type: linear, factor: 1e400}",
-    "true",
-    "\x1b[31mred",
-    "a\0b",
-    "\u202eabc",
-    "\udc80",
-    "naïve-ß-漢字",
-    "*x",
-    "&a [*a]",
-    "!!python/object:os.system x",
-    "[" * 60,
-    "'unclosed",
-    "a=b",
-    "../..",
-    "2147483647",
-    "1000000007",
-    "0.25",
-)
-"""Values of a command line: numbers beyond every bound, texts that are no text, YAML that is none."""
 
 
 def changes(problem):
@@ -93,29 +40,3 @@ def split(text, separators):
         parts[-1] += text[at]
         at += 1
     return parts
-
-
-def random_words(rng, *, is_rl):
-    """`key=value` of a few keys: half of the values are of the key's kind, the others extreme."""
-    keys = (*KEYS, *RL_KEYS) if is_rl else KEYS
-    chosen = rng.sample(keys, rng.choice([1, 1, 2, 3, 5, 9]))
-    return [
-        f"{key}={rng.choice(EXTREME) if rng.random() < 0.5 else _usual(rng, key)}"
-        for key in chosen
-    ]
-
-
-def _usual(rng, key):
-    kind = RLRunConfig.model_fields[key].annotation
-    if kind is bool:
-        return rng.choice(["true", "false"])
-    if kind is str:
-        return rng.choice(
-            ["x", "a,b", "global", "local,global", "exact_answer", "{prompt}"]
-        )
-    choices = get_args(kind)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return rng.choice(choices)
-    return rng.choice(
-        ["1", "2", "3", "6", "8", "12", "64", "100", "1000", "-1", "0", "0.5"]
-    )

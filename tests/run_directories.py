@@ -1,6 +1,7 @@
 """Run directories for tests of reports, written by hand: what training writes, and what goes wrong with it."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,16 @@ def lines_of(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """Writes a file of JSON lines, and returns its path."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
 def write_metrics(directory: Path, lines: list[dict[str, Any]]) -> Path:
     """A run directory that holds metrics.jsonl only."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
+    write_lines(directory / "metrics.jsonl", lines)
     return directory
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.parameters import count_parameters
@@ -156,7 +157,7 @@ def test_a_packed_row_has_the_logits_of_its_documents_alone():
     packed = hidden(params, tokens, segments, positions)
     for first, last in itertools.pairwise(cuts):
         alone = hidden(params, *row(first, last))
-        np.testing.assert_allclose(packed[:, first:last], alone, rtol=2e-5, atol=2e-6)
+        assert_allclose(packed[:, first:last], alone, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("pattern", ["gated_recurrence,global", "gated_recurrence"])
@@ -185,7 +186,7 @@ def test_decoding_with_the_state_gives_the_logits_of_the_whole_sequence(pattern)
 
     whole, steps = jax.device_get(run(params))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(
+        assert_allclose(
             steps[:, row], whole[row, length : length + 5], rtol=1e-4, atol=1e-5
         )
     axes = jax.tree.map(len, decoder.cache_axes, is_leaf=lambda x: type(x) is tuple)
@@ -210,4 +211,4 @@ def test_a_run_is_the_same_however_it_is_split_also_over_two_hosts(tmp_path, pac
     assert "outside_parts: 384 targets in this start" in ended.stdout
     for name in ("stages", "hosts"):
         split, alone = losses(tmp_path / name), losses(tmp_path / "alone")
-        np.testing.assert_allclose(split, alone, rtol=1e-5)
+        assert_allclose(split, alone, rtol=1e-5)

@@ -11,7 +11,7 @@ import tokenizers
 
 from maxtext_lite import prepare
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.status_line import StatusLine
+from maxtext_lite.config.phases import StatusLine
 from maxtext_lite.data.prepared import read_manifest
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.preparation.keys import PrepareConfig

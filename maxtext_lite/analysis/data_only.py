@@ -7,7 +7,7 @@ import jax
 
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import counted
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import status_line
 from maxtext_lite.console import complain
 from maxtext_lite.data import Balance, examples_hash
 from maxtext_lite.data.excluded import excluded_ids

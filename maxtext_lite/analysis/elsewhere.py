@@ -1,15 +1,16 @@
 """A run's plan beside the plan of the same config on another machine: what changes, and whether training does."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
 from maxtext_lite.config.errors import bytes_text, value_text
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.whole_file import steps_in
 
 _TRAINING = (
@@ -67,67 +68,84 @@ class Move:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for programs."""
-        changes = {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()}
-        found = {"changes": changes, "unchanged": dict(self.unchanged), "trains_alike": self.trains_alike}
-        if not self.done[0]:
-            return found
-        (step, seen), (steps, total) = self.done, self.end
-        end = {"steps": steps, "total_examples": total, "may_end_before": self.may_end_before}
-        return {**found, "resumed": {"step": step, "examples_seen": seen, **end}}
+        found: dict[str, Any] = {
+            "changes": {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()},
+            "unchanged": dict(self.unchanged),
+            "trains_alike": self.trains_alike,
+        }
+        step, seen = self.done
+        steps, total = self.end
+        if step:
+            found["resumed"] = {
+                "step": step,
+                "examples_seen": seen,
+                "steps": steps,
+                "total_examples": total,
+                "may_end_before": self.may_end_before,
+            }
+        return found
 
     def lines(self) -> list[str]:
         """A table of what changes, then what stays and what follows."""
         width = max((len(key) for key in self.changes), default=0)
-        texts = {key: (_text(key, a), _text(key, b)) for key, (a, b) in self.changes.items()}
-        rows = [f"{key:<{width}}  {a} -> {b}" for key, (a, b) in texts.items() if a != b]
+        lines: list[str] = []
+        for key, values in self.changes.items():
+            before, after = (_text(key, value) for value in values)
+            if before != after:
+                lines.append(f"{key:<{width}}  {before} -> {after}")
         kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
-        (step, seen), (steps, total) = self.done, self.end
+        lines = [*(lines or ["nothing changes"]), "", f"unchanged: {kept}", *self._outcome()]
+        places = [key for key in _PLACES if key in self.changes]
+        if places:
+            lines[-1] += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
+        return lines
+
+    def _outcome(self) -> list[str]:
+        """Where the run ends, and whether it makes the same updates."""
+        sentences: list[str] = []
+        step, seen = self.done
+        steps, total = self.end
         newest = f"its newest checkpoint, of step {step:,} after {seen:,} examples"
-        latest = ", if no source is exhausted before" * self.may_end_before
-        where = f"Continued from {newest}, the run ends at step {steps:,} after {total:,} examples{latest}."
-        said = [where] if step else []
         if step and self.done == self.end:
-            said = [f"Nothing is left to do after {newest}."]
-        elif self.trains_alike:
-            said += [
-                "The run continues there with the same examples in the same steps; updates differ only by rounding."
-            ]
+            sentences.append(f"Nothing is left to do after {newest}.")
+        elif step:
+            unless = ", if no source is exhausted before" if self.may_end_before else ""
+            sentences.append(
+                f"Continued from {newest}, the run ends at step {steps:,} after {total:,} examples{unless}."
+            )
         if not self.trains_alike:
-            keep = " Set global_batch_size to keep the batch." * ("global_batch_to_train" in self.changes)
-            said += [f"The run would not be the same there: {', '.join(self._other)}.{keep}"]
-        if places := [key for key in _PLACES if key in self.changes]:
-            said[-1] += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
-        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", *said]
+            keep = " Set global_batch_size to keep the batch." if "global_batch_to_train" in self.changes else ""
+            sentences.append(f"The run would not be the same there: {', '.join(self._other)}.{keep}")
+        elif not step or self.done != self.end:
+            sentences.append(
+                "The run continues there with the same examples in the same steps; updates differ only by rounding."
+            )
+        return sentences
 
 
 def read_plan(run: Path) -> dict[str, Any]:
     """plan.json of a run directory.
 
     Raises:
-      UserError: it is missing or damaged.
+      UserError: it is missing, or from another version of maxtext_lite.
     """
-    path = run / "plan.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--from={value_text(run)} is not a run directory: {path} {error.strerror}.") from None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE)):
-        raise UserError(f"--from={value_text(run)}: {path} is damaged, or from another version of maxtext_lite.")
-    return cast("dict[str, Any]", found)
+        found = read_object(run / "plan.json")
+    except UserError as error:
+        raise UserError(f"--from={value_text(run)} is not a run directory: {error}") from None
+    if any(key not in found for key in (*_TRAINING, *_MACHINE)):
+        raise UserError(f"--from={value_text(run)}: plan.json is from another version of maxtext_lite.")
+    return found
 
 
 def done_in(run: Path) -> tuple[int, int]:
-    """(steps, examples) done at the newest checkpoint of a run directory that says so; (0, 0): there is none."""
-    checkpoints = run / "checkpoints"
-    for step in reversed(steps_in(checkpoints)):
+    """(steps, examples) done at the newest checkpoint of a run directory; (0, 0): there is none."""
+    for step in reversed(steps_in(run / "checkpoints")):
         try:
-            about = json.loads((checkpoints / str(step) / "about" / "metadata").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            about = read_object(run / "checkpoints" / str(step) / "about" / "metadata")
+        except UserError:
             continue  # a resume sets this checkpoint aside
-        if isinstance(about, dict) and isinstance(seen := cast("dict[str, Any]", about).get("examples_seen"), int):
-            return step, seen
+        return step, about["examples_seen"]
     return 0, 0
 
 
@@ -144,8 +162,9 @@ def moved(
       settings: the `changed_settings` with which it continues.
       may_end_before: see `Move`.
     """
-    one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
-    end = plan.steps, plan.total_examples
+    one = _compared(before)
+    other = _compared(json.loads(json.dumps(plan.to_json())))
+    end = (plan.steps, plan.total_examples)
     if plan.length.done == end:  # no batch is left: the last ones were the run's
         other |= {key: one[key] for key in ("last_batch_examples", "dropped_examples")}
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
@@ -158,29 +177,24 @@ def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
     Keys that the plan itself has are left out.
     """
-    one, other = (each.model_dump(mode="json") for each in (run, config))
-    found = {
-        key: (value, other[key])
-        for key, value in one.items()
-        if value != other[key] and key not in _SPLIT_AND_SHOWN and key not in _TRAINING
-    }
-    held_out = run.held_out_fraction, config.held_out_fraction
-    return found if held_out[0] == held_out[1] else found | {"eval_fraction": held_out}
+    other = config.model_dump(mode="json")
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key, value in run.model_dump(mode="json").items():
+        if value != other[key] and key not in _SPLIT_AND_SHOWN and key not in _TRAINING:
+            changed[key] = (value, other[key])
+    if run.held_out_fraction != config.held_out_fraction:
+        changed["eval_fraction"] = (run.held_out_fraction, config.held_out_fraction)
+    return changed
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The compared part of a plan.json."""
     found: dict[str, Any] = {key: plan[key] for key in (*_MACHINE, *_TRAINING)}
-    memory = plan["memory"]["total"] if "memory" in plan else None  # no estimate was installed
-    found.update(rampup=_stages(plan["rampup"]), memory=memory)
+    found["memory"] = plan["memory"]["total"] if "memory" in plan else None  # no estimate was installed
+    ramp = plan["rampup"]
+    if ramp is not None:  # not how the batch of a stage is split
+        found["rampup"] = [{key: stage[key] for key in _STAGE} for stage in (*ramp["stages"], ramp["target"])]
     return found
-
-
-def _stages(rampup: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    """The part of a ramp that training depends on: not how the batch of a stage is split."""
-    if rampup is None:
-        return None
-    return [{key: stage[key] for key in _STAGE} for stage in (*rampup["stages"], rampup["target"])]
 
 
 def _text(key: str, value: Any) -> str:
@@ -190,5 +204,7 @@ def _text(key: str, value: Any) -> str:
         return mesh_text(value)
     if key == "rampup" and value:
         stages = [f"{stage['global_batch_to_train']} from step {stage['first_step']}" for stage in value]
-        return ", ".join(stages if len(stages) <= _MOST_STAGES else [*stages[:2], "...", stages[-1]])
-    return value_text(value) if not isinstance(value, float) else f"{value:g}"
+        if len(stages) > _MOST_STAGES:
+            stages = [*stages[:2], "...", stages[-1]]
+        return ", ".join(stages)
+    return f"{value:g}" if isinstance(value, float) else value_text(value)

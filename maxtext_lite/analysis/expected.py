@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxtext_lite.analysis.step_time import StepModel, flops_of_example
+from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.plan import BatchPlan
@@ -11,6 +11,18 @@ from maxtext_lite.config import Config
 
 MEASURED = (1.64, 1.80)
 """The smallest and largest ratio of a measured step to its bound, of five points on one H200: docs/performance.md."""
+
+
+def least_step(config: Config, plan: BatchPlan, device: Device | None) -> StepTime | None:
+    """The least time of a plan's step, at the peaks of a device; None for one whose figures are not known."""
+    if device is None:
+        return None
+    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
+    try:
+        model = StepModel(config, mesh, device, plan.memory, flops=flops_of_example(config))
+    except ValueError:  # a rate of the device is not known
+        return None
+    return model.step(config, plan.rows_per_micro_batch, plan.global_batch_to_train, plan.pipeline_shape)
 
 
 def expected(config: Config, plan: BatchPlan, device: Device | None) -> dict[str, Any]:
@@ -23,13 +35,9 @@ def expected(config: Config, plan: BatchPlan, device: Device | None) -> dict[str
     found: dict[str, Any] = {"parameters": count_parameters(config).total}
     if device is None or plan.rl is not None:
         return found
-    device = device.in_hosts(plan.num_devices, plan.num_hosts)
-    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
-    try:
-        model = StepModel(config, mesh, device, plan.memory, flops=flops_of_example(config))
-    except ValueError:  # a rate of the device is not known
+    least = least_step(config, plan, device.in_hosts(plan.num_devices, plan.num_hosts))
+    if least is None:
         return found
-    least = model.step(config, plan.rows_per_micro_batch, plan.global_batch_to_train, plan.pipeline_shape)
     rate = plan.tokens_per_step / least.seconds
     found["step_seconds"] = {"expected": [ratio * least.seconds for ratio in MEASURED], "bound": least.seconds}
     found["tokens_per_second"] = {"expected": [rate / ratio for ratio in MEASURED], "bound": rate}

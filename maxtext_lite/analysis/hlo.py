@@ -15,7 +15,7 @@ from maxtext_lite.config.kernels import KERNEL_SCOPE
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TRIPS = r'"known_trip_count":\{"n":"(\d+)"\}'
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _BITS = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
@@ -227,36 +227,34 @@ def _closing(text: str, start: int) -> int:
 
 
 def _runs(
-    computations: Mapping[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
+    computations: dict[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
 ) -> dict[str, Runs]:
-    callers: dict[str, list[tuple[str, int | None, bool, bool]]] = {}
-    for name, computation in computations.items():
-        for instruction in computation.instructions.values():
-            for keyword, target in instruction.called:
-                if target in computations:
-                    looped = keyword in ("body", "condition")
-                    is_left_out = not_run is not None and f"/{not_run}/" in instruction.line
-                    unknown = 0 if is_left_out else where_unknown
-                    trips = _trips(instruction, computation, computations, unknown) if looped else 1
-                    opcode = instruction.opcode
-                    inside = opcode in ("fusion", "fusion-start") or (keyword == "to_apply" and opcode != "call")
-                    callers.setdefault(target, []).append((name, trips, looped, inside))
-    found = {entry: Runs(1, in_loop=False, inside=False)}
-
-    def runs(name: str) -> Runs:
-        if name not in found:
-            total: int | None = 0
-            in_loop = inside = False
-            for caller, trips, looped, is_part in callers.get(name, []):
-                around = runs(caller)
-                known = total is not None and around.times is not None and trips is not None
-                total = (total or 0) + (around.times or 0) * (trips or 0) if known else None
-                in_loop = in_loop or looped or around.in_loop
-                inside = inside or is_part or around.inside
-            found[name] = Runs(total, in_loop, inside)
-        return found[name]
-
-    return {name: runs(name) for name in computations if name == entry or name in callers}
+    """How often each computation runs; the text has callers after what they call, so it is read from its end."""
+    runs = {entry: Runs(1, in_loop=False, inside=False)}
+    for name, computation in reversed(computations.items()):
+        if name not in runs:
+            continue  # nothing calls it
+        around = runs[name]
+        for it in computation.instructions.values():
+            for keyword, target in it.called:
+                if target not in computations:
+                    continue
+                is_loop = keyword in ("body", "condition")
+                trips: int | None = 1
+                if is_loop:
+                    never_runs = not_run is not None and f"/{not_run}/" in it.line
+                    trips = _trips(it, computation, computations, 0 if never_runs else where_unknown)
+                is_part = it.opcode in ("fusion", "fusion-start") or (keyword == "to_apply" and it.opcode != "call")
+                others = runs.get(target, Runs(0, in_loop=False, inside=False))
+                times = None
+                if others.times is not None and around.times is not None and trips is not None:
+                    times = others.times + around.times * trips
+                runs[target] = Runs(
+                    times,
+                    in_loop=others.in_loop or around.in_loop or is_loop,
+                    inside=others.inside or around.inside or is_part,
+                )
+    return {name: runs[name] for name in computations if name in runs}
 
 
 def _trips(
@@ -266,11 +264,12 @@ def _trips(
 
     The count starts at the constant that enters the loop, or at 0, as in scans, if no constant is found.
     """
-    known = loop.attribute(_TRIPS.pattern)
+    known = loop.attribute(_TRIPS)
     if known:
         return int(known)
     parts = dict(loop.called)
-    condition, body = computations.get(parts.get("condition", "")), computations.get(parts.get("body", ""))
+    condition = computations.get(parts.get("condition", ""))
+    body = computations.get(parts.get("body", ""))
     if condition is None or body is None or condition.root is None or body.root is None:
         return where_unknown
     test, following = condition.root, body.root
@@ -285,12 +284,15 @@ def _trips(
     if added is None or added.opcode != "add":
         return where_unknown
     steps = [_constant(name, body) for name in added.operands]
-    upper, step = _constant(limit, condition), next((step for step in steps if step), None)
+    step = next((step for step in steps if step), None)
+    upper = _constant(limit, condition)
     if upper is None or step is None:
         return where_unknown
     state = _source(loop.operands[0], around)
-    first = _constant(state.operands[int(number)], around) if state is not None and state.opcode == "tuple" else None
-    return max(0, -(-(upper - (first or 0)) // step))
+    first = None
+    if state is not None and state.opcode == "tuple":
+        first = _constant(state.operands[int(number)], around)
+    return max(0, math.ceil((upper - (first or 0)) / step))
 
 
 def _source(name: str, computation: Computation) -> Instruction | None:
@@ -311,11 +313,11 @@ def _constant(name: str, computation: Computation) -> int | None:
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 """HLO's names of the collectives."""
 
-_GROUPS = re.compile(
+_GROUPS = (
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[.*?\{[^}]*\}|\{\{.*?\}\}|\{\}|\[\S+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
-_MEGASCALE = re.compile(r"_xla_megascale_transfer_type=\"(\w+)\"")
+_MEGASCALE = r"_xla_megascale_transfer_type=\"(\w+)\""
 _MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
@@ -390,39 +392,69 @@ def collectives(hlo: str | Module) -> list[Collective]:
       ValueError: the text has no entry computation, or replica groups in an unknown notation.
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
-    found = []
-    parts: set[tuple[str | None, str]] = set()
+    found: list[Collective] = []
+    chains = set[tuple[str, str]]()
     for name, runs in module.runs.items():
-        for it in module.computations[name].instructions.values():
+        computation = module.computations[name]
+        for it in computation.instructions.values():
             kind = it.opcode.removesuffix("-start")
-            is_fused = kind in KINDS and chain_of(it) is not None
-            if is_fused:
-                part = (chain_of(it), kind)
-                if part in parts:
-                    continue
-                parts.add(part)
+            chain = chain_of(it)
+            if kind in KINDS and chain is not None:
+                if (chain, kind) in chains:
+                    continue  # another part of the same collective
+                chains.add((chain, kind))
+            collective = None
             if kind in KINDS:
-                groups = device_groups(it.attribute(_GROUPS.pattern) or "{}")
-                if groups and all(len(set(group)) == 1 for group in groups):
-                    continue  # every device is alone in its group
-                is_async = is_fused or (it.opcode != kind and '"is_sync":true' not in it.attributes)
-                is_async = is_async or (runs.inside and "async_collective" in name)
-                payload = _payload(it, groups)
-                root = module.computations[name].root
-                if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
-                    kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce and a slice of its result
-            elif it.opcode == "send" and (kind := it.attribute(_MEGASCALE.pattern) or ""):
-                kind = _MEGASCALE_KINDS.get(kind, kind.lower().replace("_", "-"))
-                groups, is_async, payload = (), True, _bytes_by_dtype(it.arrays[:1])
-            else:
-                continue
-            across = it.opcode == "send"
-            found.append(
-                Collective(
-                    kind, groups, module.num_partitions, across, runs.in_loop, is_async, runs.times, payload, it.line
-                )
-            )
+                collective = _between_devices(it, kind, computation, runs, module.num_partitions)
+            elif it.opcode == "send":
+                collective = _between_slices(it, runs, module.num_partitions)
+            if collective is not None:
+                found.append(collective)
     return found
+
+
+def _between_devices(
+    it: Instruction, kind: str, computation: Computation, runs: Runs, num_partitions: int
+) -> Collective | None:
+    """A collective within a slice; None where every device is alone in its group."""
+    groups = device_groups(it.attribute(_GROUPS) or "{}")
+    if groups and all(len(set(group)) == 1 for group in groups):
+        return None
+    starts_only = it.opcode != kind and '"is_sync":true' not in it.attributes
+    in_async_fusion = runs.inside and "async_collective" in computation.name
+    payload = _payload(it, groups)
+    root = computation.root
+    if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
+        kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce and a slice of its result
+    return Collective(
+        kind=kind,
+        groups=groups,
+        num_partitions=num_partitions,
+        across_slices=False,
+        in_loop=runs.in_loop,
+        is_async=chain_of(it) is not None or starts_only or in_async_fusion,
+        times=runs.times,
+        payload=payload,
+        line=it.line,
+    )
+
+
+def _between_slices(it: Instruction, runs: Runs, num_partitions: int) -> Collective | None:
+    """A collective over the network of TPU slices; None for another kind of send."""
+    transfer = it.attribute(_MEGASCALE)
+    if not transfer:
+        return None
+    return Collective(
+        kind=_MEGASCALE_KINDS.get(transfer, transfer.lower().replace("_", "-")),
+        groups=(),
+        num_partitions=num_partitions,
+        across_slices=True,
+        in_loop=runs.in_loop,
+        is_async=True,
+        times=runs.times,
+        payload=_bytes_by_dtype(it.arrays[:1]),
+        line=it.line,
+    )
 
 
 def chain_of(it: Instruction) -> str | None:
@@ -623,12 +655,12 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
     Args:
       memory_spaces: those of the device's memory, as in MEMORY_SPACES.
     """
+    spaces = frozenset(memory_spaces)
     flops: dict[str, list[float | None]] = {}
     calls: dict[str, list[tuple[int | None, float | None]]] = {}
     moved: list[float | None] = []
     cycles: list[float | None] = []
-    spaces = frozenset(memory_spaces)
-    made: dict[str, LargeArray] = {}
+    largest: dict[str, LargeArray] = {}
     for computation, it, times in module.scheduled():
         done = instruction_work(it, computation, module, spaces)
         moved.append(_times(done.memory_bytes, times))
@@ -636,25 +668,31 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
             flops.setdefault(dtype, []).append(_times(each, times))
         for kernel, each in done.kernels:
             calls.setdefault(kernel, []).append((times, each))
-        if it.opcode not in _NOTHING_MOVES and not it.opcode.endswith("-done"):
-            for array in it.arrays:
-                if array.space in spaces:
-                    type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                    source = it.attribute(r'op_name="([^"]*)"') or it.opcode
-                    made.setdefault(type_, LargeArray(type_, array.num_bytes, source))
-        if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
+        estimate = it.attribute(r'"estimated_cycles":"(\d+)"')
+        if estimate:
             cycles.append(_times(int(estimate), times))
+        if it.opcode in _NOTHING_MOVES or it.opcode.endswith("-done"):
+            continue
+        for array in it.arrays:
+            if array.space in spaces:
+                type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                source = it.attribute(r'op_name="([^"]*)"') or it.opcode
+                largest.setdefault(type_, LargeArray(type_, array.num_bytes, source))
+    kernels = [_kernel(name, each) for name, each in calls.items()]
+    arrays = sorted(largest.values(), key=lambda array: (-array.num_bytes, array.type))
     return ProgramWork(
         matmul_flops={dtype: total_of(each) for dtype, each in sorted(flops.items())},
-        kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
+        kernels=tuple(sorted(kernels, key=lambda kernel: (-(kernel.times or 0), kernel.name))),
         memory_bytes=total_of(moved),
         cycles=total_of(cycles) if cycles else None,
-        largest_arrays=tuple(sorted(made.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
+        largest_arrays=tuple(arrays[:_LARGEST]),
     )
 
 
 def _times(each: float | None, times: int | None) -> float | None:
-    return 0.0 if each == 0 else None if each is None or times is None else each * times
+    if each == 0:
+        return 0.0
+    return None if each is None or times is None else each * times
 
 
 def total_of(parts: Sequence[float | None]) -> float | None:
@@ -665,11 +703,8 @@ def total_of(parts: Sequence[float | None]) -> float | None:
 
 def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> KernelCalls:
     times = total_of([times for times, _ in calls])
-    return KernelCalls(name, None if times is None else int(times), total_of([_times(f, t) for t, f in calls]))
-
-
-def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:
-    return -(kernel.times or 0), kernel.name
+    flops = total_of([_times(flops, times) for times, flops in calls])
+    return KernelCalls(name, None if times is None else int(times), flops)
 
 
 def _target(it: Instruction) -> str | None:
@@ -708,14 +743,12 @@ def _convolution_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
     of_lhs, of_rhs, of_out = labels.groups()
     window = dict(re.findall(r"(\w+)=([\w\-]+)", it.attribute(r"window=\{([^}]*)\}") or ""))
     spatial = sorted(label for label in of_rhs if label.isdigit())
+    out = it.arrays[0].dims
     products = 1
     for at, label in enumerate(spatial):
         low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
         sizes = {key: int(window[key].split("x")[at]) if key in window else 1 for key in _WINDOW}
-        products *= _valid_products(
-            lhs.dims[of_lhs.index(label)], it.arrays[0].dims[of_out.index(label)], low=low, **sizes
-        )
-    out = it.arrays[0].dims
+        products *= _valid_products(lhs.dims[of_lhs.index(label)], out[of_out.index(label)], low=low, **sizes)
     return 2 * rhs.dims[of_rhs.index("i")] * out[of_out.index("f")] * out[of_out.index("b")] * products
 
 
@@ -761,30 +794,29 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
     opcode = it.opcode
     if opcode in _NOTHING_MOVES or opcode.endswith("-done") or _target(it) == "AllocateBuffer":
         return 0
-    taken = {name: _size(computation.instructions[name].arrays, spaces) for name in it.operands
-             if name in computation.instructions}  # fmt: skip
+    operands = {name: computation.instructions[name] for name in it.operands if name in computation.instructions}
+    taken = {name: _size(operand.arrays, spaces) for name, operand in operands.items()}
+    all_taken = sum(taken.values())
     given = _size(it.arrays, spaces)
+    # The result of a start repeats its inputs before its outputs.
+    repeats = opcode.endswith("-start") and opcode != "all-reduce-start"
     if opcode in ("fusion", "fusion-start"):
         fused = module.computations.get(dict(it.called).get("calls", ""))
         if fused is None:
-            return sum(taken.values()) + given
-        read = sum(
-            min(taken[name], _read_of_parameter(fused, number, module))
-            for number, name in enumerate(it.operands)
-            if name in taken
-        )
-        # The result of a start repeats its inputs before its outputs.
-        first = 0 if opcode == "fusion" else sum(len(computation.instructions[name].arrays) for name in taken)
+            return all_taken + given
+        read = 0
+        for number, name in enumerate(it.operands):
+            if name in taken:
+                read += min(taken[name], _read_of_parameter(fused, number, module))
+        first = sum(len(operand.arrays) for operand in operands.values()) if repeats else 0
         return read + _written(it.arrays[first:], fused, spaces)
-    if opcode.removesuffix("-start") in _TAKE_A_PART:
-        part = given if not opcode.endswith("-start") else max(0, given - sum(taken.values()))
-        return min(part, sum(taken.values())) + part
     if opcode in ("dynamic-update-slice", "scatter"):  # in place
-        parts = [taken.get(name, 0) for name in it.operands[1:]]
-        return 2 * sum(parts)
-    if opcode.endswith("-start") and opcode != "all-reduce-start":  # its result repeats its inputs
-        return sum(taken.values()) + max(0, given - sum(taken.values()))
-    return sum(taken.values()) + given
+        return 2 * sum(taken.get(name, 0) for name in it.operands[1:])
+    if repeats:
+        given = max(0, given - all_taken)
+    if opcode.removesuffix("-start") in _TAKE_A_PART:
+        return min(given, all_taken) + given
+    return all_taken + given
 
 
 def _read_of_parameter(fused: Computation, number: int, module: Module) -> int:
@@ -798,6 +830,7 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
     read = whole if value.is_root else 0
     for user in fused.users.get(value.name, []):
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        inner = module.computations.get(dict(user.called).get("calls", "")) if user.opcode == "fusion" else None
         if user.opcode in KINDS or (user.is_root and user.opcode == "tuple"):
             continue  # the buffers of a collective that runs beside a fusion pass through it
         if user.opcode in _TAKE_A_PART and is_first:
@@ -806,10 +839,10 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
             continue  # overwritten in place
         elif user.opcode == "bitcast":
             read += _read_of(fused, user, module)
-        elif user.opcode == "fusion" and (inner := module.computations.get(dict(user.called).get("calls", ""))):
-            read += sum(
-                _read_of_parameter(inner, at, module) for at, name in enumerate(user.operands) if name == value.name
-            )
+        elif inner is not None:
+            for number, name in enumerate(user.operands):
+                if name == value.name:
+                    read += _read_of_parameter(inner, number, module)
         else:
             return whole
     return min(whole, read)
@@ -817,24 +850,28 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
 
 def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
     """Bytes that a fusion writes; of an array that it updates in place, only the update."""
-    root = fused.root
-    parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
+    parts: tuple[str, ...] = ()
+    if fused.root is not None:
+        parts = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
     if len(parts) > len(arrays):
         return _size(arrays, spaces)
-    return sum(
-        _updated(fused, part, out.num_bytes) for part, out in zip(parts, arrays, strict=False) if out.space in spaces
-    )
+    written = 0
+    for part, array in zip(parts, arrays, strict=False):
+        if array.space in spaces:
+            written += _updated(fused, part, array.num_bytes)
+    return written
 
 
 def _updated(fused: Computation, name: str, whole: int) -> int:
     it = fused.instructions.get(name)
-    if it is not None and it.opcode in ("parameter", *KINDS):
+    if it is None:
+        return whole
+    if it.opcode in ("parameter", *KINDS):
         return 0
-    if it is not None and it.opcode == "bitcast":
+    if it.opcode == "bitcast":
         return _updated(fused, it.operands[0], whole)
-    if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):
-        return update.num_bytes
-    return whole
+    update = _array(it.operands[1], fused) if it.opcode == "dynamic-update-slice" else None
+    return whole if update is None else update.num_bytes
 
 
 class Schedule:

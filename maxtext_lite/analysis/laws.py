@@ -292,16 +292,6 @@ def laws_beside(config: Config, tokens: int) -> str:
     )
 
 
-def advice_of_run(
-    config: Config, noise_scale: float | None, relative_error: float | None, global_batch: int, tokens: int
-) -> list[str]:
-    """What a run of `tokens` tokens says of its batch at the end: `batch_size_advice`, and the laws in pre-training."""
-    advice = [batch_size_advice(noise_scale, relative_error, global_batch)]
-    if config.objective == "pretrain":
-        advice.append(laws_beside(config, tokens))
-    return advice
-
-
 def _progress(noise_scale: float, batch: int) -> str:
     return (
         f"With the batch of {batch:,} a step makes {step_efficiency(noise_scale, batch):.0%} of the progress of an "

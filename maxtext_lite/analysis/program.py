@@ -212,7 +212,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     module = parse(text, trips_where_unknown=open_trips, not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=MEMORY_SPACES[devices[0].platform])
     traffic = total_traffic(collectives(module), mesh)
-    model_flops = plan.flops_of_step(stage)
+    model_flops = plan.flops_per_example * stage.global_batch_to_train
     analysis = compiled.cost_analysis()
     return Program(
         plan=plan,

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.devices import Device
@@ -166,38 +166,38 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
     device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest, _ = variants[-1]
-    order = itertools.count()
-    waiting: list[tuple[float, int, _Mesh | _Split, dict[str, Any] | None, StepTime | None]] = []
+    order = itertools.count()  # of entries with equal bounds
+    waiting: list[tuple[float, int, _Mesh | _Split | _Variant]] = []
+
+    def wait(seconds: float, entry: _Mesh | _Split | _Variant) -> None:
+        heapq.heappush(waiting, (seconds, next(order), entry))
+
     for mesh in _legal_meshes(config, topology, device):
-        waiting.append((mesh.bound, next(order), mesh, None, None))
-    heapq.heapify(waiting)
+        wait(mesh.bound, mesh)
     found: list[RankedPlan] = []
     tried: list[tuple[int, _Mesh]] = []
     while waiting and len(found) < most:
-        _, _, entry, keys, time = heapq.heappop(waiting)
+        _, _, entry = heapq.heappop(waiting)
         if isinstance(entry, _Mesh):
-            held, least_bytes = plan_of(entry.config).memory, 0
+            held = plan_of(entry.config).memory
+            least_bytes = 0
             if held.limit is not None and held.without_batch > held.limit:
                 least_bytes = plan_of(entry.config.model_copy(update=leanest)).memory.without_batch
             tried.append((least_bytes, entry))
-            if held.limit is not None and least_bytes > held.limit:
-                continue
-            for each in _splits(config, topology, device, entry, held):
-                least = each.model.least(each.rows, each.examples, each.shape)
-                heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
-            continue
-        split = entry
-        assert time is not None
-        chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
-        if keys is None and isinstance(resolve(chosen, topology), list):
-            continue
-        plan = plan_of(chosen)
-        if keys is None and plan.memory.fits:
-            for changes, variant in variants:
-                time = split.time(variant)
-                heapq.heappush(waiting, (time.seconds, next(order), split, changes, time))
-        elif keys is not None and plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
-            found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
+            if held.limit is None or least_bytes <= held.limit:
+                for split in _splits(config, topology, device, entry, held):
+                    wait(split.model.least(split.rows, split.examples, split.shape).seconds, split)
+        elif isinstance(entry, _Split):
+            chosen = config.model_copy(update={**entry.keys, **leanest})
+            if not isinstance(resolve(chosen, topology), list) and plan_of(chosen).memory.fits:
+                for keys, variant in variants:
+                    time = entry.time(variant)
+                    wait(time.seconds, _Variant({**entry.keys, **keys}, time))
+        else:
+            chosen = config.model_copy(update=entry.keys)
+            plan = plan_of(chosen)
+            if plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+                found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, entry.time))
     if not found:
         none = "no mesh and batch that the config leaves open are legal on these devices."
         raise _refusal(config, plan_of, _smallest(config, topology, tried, leanest, plan_of), none)
@@ -294,18 +294,25 @@ class _Split:
         return self.model.step(config, self.rows, self.examples, self.shape)
 
 
-def _choices(config: Config) -> dict[str, tuple[Any, ...]]:
-    """Candidate values of the open keys that change only time and memory; the last one needs the least memory."""
-    choices = {_REMAT: ("none", *REMAT_POLICIES), _OFFLOAD: (False, True)}
-    return {key: values for key, values in choices.items() if is_open(config, key)}
+class _Variant(NamedTuple):
+    """A split with the keys that change only time and memory."""
+
+    keys: Mapping[str, Any]
+    time: StepTime
 
 
 def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
-    """All combinations of `_choices`, without offloading to a host whose rate is unknown."""
-    choices = _choices(config)
-    for values in itertools.product(*choices.values()):
-        if device.host_bytes_per_second or not any(value is True or "offloaded" in str(value) for value in values):
-            yield dict(zip(choices, values, strict=True))
+    """Values of the open keys that change only time and memory, without offloading to a host whose rate is unknown.
+
+    The last one needs the least memory.
+    """
+    policies = ("none", *REMAT_POLICIES) if is_open(config, _REMAT) else (None,)
+    offloads = (False, True) if is_open(config, _OFFLOAD) else (None,)
+    for policy, offload in itertools.product(policies, offloads):
+        if device.host_bytes_per_second is None and (offload or "offloaded" in str(policy)):
+            continue
+        keys = {_REMAT: policy, _OFFLOAD: offload}
+        yield {key: value for key, value in keys.items() if value is not None}
 
 
 def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:

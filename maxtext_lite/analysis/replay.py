@@ -1,7 +1,9 @@
 """A step repeated from a checkpoint, and the first difference of two runs."""
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -100,20 +102,25 @@ def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
     Raises:
       UserError: a run has no metrics.jsonl, or they have no step in common.
     """
-    lines = [lines_of(run) for run in runs]
-    counts, difference = [0, 0], None
-    for key in sorted(lines[0].keys() & lines[1].keys()):
-        first, second = (each[key] for each in lines)
-        counts[key[1]] += 1
-        fields = compared_fields(first, second, tolerance)
-        if not all(same for _, _, same in fields.values()):
-            differing = {name: (a, b) for name, (a, b, same) in fields.items() if not same}
-            difference = Difference(key[0], key[1], differing)
+    lines, others = (lines_of(run) for run in runs)
+    steps = evaluations = 0
+    difference = None
+    for key in sorted(lines.keys() & others.keys()):
+        step, is_of_evaluation = key
+        if is_of_evaluation:
+            evaluations += 1
+        else:
+            steps += 1
+        fields = compared_fields(lines[key], others[key], tolerance)
+        differing = {name: (a, b) for name, (a, b, same) in fields.items() if not same}
+        if differing:
+            difference = Difference(step, is_of_evaluation, differing)
             break
-    if not any(counts):
+    if steps + evaluations == 0:
         raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
-    ends = [max(step for step, _ in each) for each in lines]
-    return Comparison(counts[0], counts[1], (ends[0], ends[1]), difference)
+    last = max(step for step, _ in lines)
+    last_of_other = max(step for step, _ in others)
+    return Comparison(steps, evaluations, (last, last_of_other), difference)
 
 
 def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
@@ -122,8 +129,8 @@ def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
     Raises:
       UserError: there are none.
     """
-    path, notes = run / "metrics.jsonl", list[str]()
-    lines = {(record["step"], is_evaluation(record)): record for record in read_records(path, notes)}
+    records = read_records(run / "metrics.jsonl", [])
+    lines = {(record["step"], is_evaluation(record)): record for record in records}
     if not lines:
         raise UserError(f"RUN_DIR={run} has no metrics.jsonl with a step in it: it must be a run directory.")
     return lines
@@ -134,15 +141,15 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
 
     A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
     """
-    flat = [dict(_flat(record)) for record in (first, second)]
-    names = dict.fromkeys(itertools.chain(_EXACT, ("learning_rate",), *flat))
-    pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
-    if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in flat):  # its sign is rounding
-        pairs.pop("reward_accuracy", None)
-    return {
-        name: (*pair, _same(*pair, 0.0 if name in _EXACT else tolerance, tolerance if _REWARD in name else 0.0))
-        for name, pair in pairs.items()
-    }
+    flat, other = dict(_flat(first)), dict(_flat(second))
+    fields: dict[str, tuple[Any, Any, bool]] = {}
+    for name in dict.fromkeys((*_EXACT, "learning_rate", *flat, *other)):
+        if _counts(name, tolerance):
+            value, of_other = flat.get(name), other.get(name)
+            fields[name] = (value, of_other, _same(name, value, of_other, tolerance))
+    if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in (flat, other)):
+        fields.pop("reward_accuracy", None)  # its sign is rounding
+    return fields
 
 
 def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -159,10 +166,13 @@ def _counts(name: str, tolerance: float) -> bool:
     return not name.endswith(_TIMES)
 
 
-def _same(first: Any, second: Any, tolerance: float, floor: float) -> bool:
-    if isinstance(first, float | int) and isinstance(second, float | int):
-        return first == second or (tolerance > 0 and math.isclose(first, second, rel_tol=tolerance, abs_tol=floor))
-    return first == second
+def _same(name: str, first: Any, second: Any, tolerance: float) -> bool:
+    if first == second:
+        return True
+    are_numbers = isinstance(first, float | int) and isinstance(second, float | int)
+    if not are_numbers or tolerance == 0 or name in _EXACT:
+        return False
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance if _REWARD in name else 0.0)
 
 
 def rows_of_step(run: Path, step: int) -> list[Any] | str:
@@ -242,27 +252,21 @@ def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
 def _saved_difference(
     step: int, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], tolerance: float
 ) -> SavedDifference:
-    apart = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
-    beyond = dict(apart)
     floor = _ARRAYS_FLOOR * math.hypot(*(_norm(array) for array in second.values())) if tolerance else 0.0
+    apart = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
     for name in sorted(first.keys() & second.keys()):
         a, b = first[name], second[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            apart[name] = beyond[name] = math.inf
+            apart[name] = math.inf
         elif a.tobytes() != b.tobytes():
-            distance, size = _norm(a.astype(np.float64) - b.astype(np.float64)), _norm(b) + floor
-            apart[name] = distance / size if size else math.inf
-            if not (tolerance and apart[name] <= tolerance):
-                beyond[name] = apart[name]
+            size = _norm(b) + floor
+            apart[name] = _norm(a.astype(np.float64) - b.astype(np.float64)) / size if size else math.inf
+    beyond = {name: distance for name, distance in apart.items() if not (tolerance and distance <= tolerance)}
     return SavedDifference(step, beyond, len(first), max(apart.values(), default=0.0))
 
 
 def _norm(array: np.ndarray) -> float:
     return float(np.linalg.norm(array.astype(np.float64)))
-
-
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
 
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -323,7 +327,8 @@ def replayed(
     Raises:
       UserError: the run cannot be replayed, or has no such step.
     """
-    (config, starts), lines = _config(directory, step, overrides), lines_of(directory)
+    config, starts = _config(directory, step, overrides)
+    lines = lines_of(directory)
     if (step, False) not in lines:
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
@@ -332,10 +337,15 @@ def replayed(
     elsewhere = "keys are not the run's" if overrides else ""
     with reading_compiled(config):  # before anything is compiled
         run = open_run(config)
-        elsewhere = elsewhere or _other_environment(directory) or _of_kernel(run.plan.attention_kernel.name)
+        kernel = run.plan.attention_kernel.name
+        elsewhere = elsewhere or _other_environment(directory)
+        if not elsewhere and not kernel_named(kernel).repeats:
+            elsewhere = f"attention={kernel} rounds otherwise each time"
         with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
             found = _repeated(run, step, starts, lines, with_rows=with_rows, say=say)
-    allowed = tolerance if tolerance is not None else TOLERANCES[config.dtype] if elsewhere else 0.0
+    allowed = tolerance
+    if allowed is None:
+        allowed = TOLERANCES[config.dtype] if elsewhere else 0.0
     compared, differing = _compared(found.records, lines, allowed)
     # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
     if differing and tolerance is None and not elsewhere and found.compiled_anew and jax.default_backend() == "gpu":
@@ -344,7 +354,13 @@ def replayed(
     if step not in compared:
         raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
     return Replay(
-        step, found.after, elsewhere, allowed, compared[step], differing[0] if differing else None, found.rows
+        step=step,
+        after=found.after,
+        elsewhere=elsewhere,
+        tolerance=allowed,
+        fields=compared[step],
+        first_difference=differing[0] if differing else None,
+        rows=found.rows,
     )
 
 
@@ -414,11 +430,12 @@ def _compared(
     records: Sequence[Record], lines: Mapping[tuple[int, bool], Record], tolerance: float
 ) -> tuple[dict[int, dict[str, tuple[Any, Any, bool]]], list[int]]:
     """`Replay.fields` of each step, and the steps that differ."""
-    compared = dict[int, dict[str, tuple[Any, Any, bool]]]()
+    compared: dict[int, dict[str, tuple[Any, Any, bool]]] = {}
     for record in records:
         fields = compared_fields(lines.get((record["step"], False), {}), record, tolerance)
         compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
-    return compared, [number for number, of in compared.items() if not all(same for _, _, same in of.values())]
+    differing = [step for step, fields in compared.items() if not all(same for _, _, same in fields.values())]
+    return compared, differing
 
 
 def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, RestartHistory]:
@@ -465,23 +482,19 @@ def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[t
     )
 
 
-def _of_kernel(name: str) -> str:
-    """Why a step with this attention kernel need not have the same bits; "": it has them."""
-    return "" if kernel_named(name).repeats else f"attention={name} rounds otherwise each time"
-
-
 def _other_environment(directory: Path) -> str:
     """How this process differs from the run's environment.json; "": not at all."""
     if not (directory / "environment.json").is_file():
         return "environment.json is missing"
-    then, now = read_object(directory / "environment.json"), environment()
+    then = read_object(directory / "environment.json")
+    now = environment()
     for name in ("devices", "num_processes"):
         if then.get(name) != now[name]:
             return f"{name} are not the run's"
-    versions = then.get("packages", {}) | now["packages"]
-    changed = [
-        f"{name} is {now['packages'].get(name)}, then {then.get('packages', {}).get(name)}"
-        for name in versions
-        if name not in _NOT_OF_STEPS and now["packages"].get(name) != then.get("packages", {}).get(name)
-    ]
+    changed: list[str] = []
+    versions: dict[str, str] = then.get("packages", {})
+    for name in versions | now["packages"]:
+        version = now["packages"].get(name)
+        if name not in _NOT_OF_STEPS and version != versions.get(name):
+            changed.append(f"{name} is {version}, then {versions.get(name)}")
     return ", ".join(changed)

@@ -67,14 +67,21 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
     """
     copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
     for count, weight in trained_matrices(config, mesh):
-        axes, over_data = per_tensor_axes(weight.axes), axis_over_data(config, mesh, count, weight)
-        dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
-        inputs, outputs = (math.prod(dims[:cut]), axes[:cut]), (math.prod(dims[cut:]), axes[cut:])
-        (m, of_rows), (n, of_columns) = sorted((inputs, outputs), key=lambda side: side[0])
-        row_axes, column_axes = (_mesh_axes(side, over_data) for side in (of_rows, of_columns))
-        rows, columns = (math.prod(mesh[axis] for axis in side) for side in (row_axes, column_axes))
-        experts = math.prod(weight.sizes) // (m * n) // (num_parts("experts", mesh) if "experts" in weight.axes else 1)
-        times = _STEPS * copies * count * experts / (mesh["data"] if over_data == STACKED else 1)
+        over_data = axis_over_data(config, mesh, count, weight)
+        axes = per_tensor_axes(weight.axes)
+        dims = weight.sizes[len(weight.sizes) - len(axes) :]
+        cut = num_inputs(axes)
+        sides = [(math.prod(dims[:cut]), axes[:cut]), (math.prod(dims[cut:]), axes[cut:])]
+        (m, of_rows), (n, of_columns) = sorted(sides, key=lambda side: side[0])
+        row_axes = _mesh_axes(of_rows, over_data)
+        column_axes = _mesh_axes(of_columns, over_data)
+        rows = math.prod(mesh[axis] for axis in row_axes)
+        columns = math.prod(mesh[axis] for axis in column_axes)
+        experts = math.prod(weight.sizes) // (m * n)
+        if "experts" in weight.axes:
+            experts //= num_parts("experts", mesh)
+        replicas = mesh["data"] if over_data == STACKED else 1
+        times = _STEPS * copies * count * experts / replicas
         products = times * (2 * m * m * n / (rows * columns) + m**3 / rows)
         square = times * m * m
         yield Orthogonalized(products, times * m * n / columns, square, row_axes, square / rows, column_axes)
@@ -83,8 +90,10 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
 def _mesh_axes(axes: tuple[str, ...], over_data: str | None) -> tuple[str, ...]:
     """The mesh axes that split one side of a matrix; over `data` only by the first of the side's own axes, as XLA
     gathers the others before it merges them."""
-    of_weights = (mesh_axis for axis in axes for mesh_axis in MESH_AXES_OF_WEIGHTS[axis])
-    return (*(("data",) if over_data == axes[0] else ()), *of_weights)
+    mesh_axes = ["data"] if over_data == axes[0] else []
+    for axis in axes:
+        mesh_axes += MESH_AXES_OF_WEIGHTS[axis]
+    return tuple(mesh_axes)
 
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
@@ -111,10 +120,9 @@ class Roofline:
     @property
     def bound(self) -> tuple[str, float] | None:
         """The slowest resource with its seconds, among those known; None if none is."""
-        known = {"matmuls": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
-        seconds = {name: value for name, value in known.items() if value is not None}
-        longest = max(seconds, key=lambda name: seconds[name], default=None)
-        return None if longest is None else (longest, seconds[longest])
+        seconds = {"matmuls": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
+        known = [(name, value) for name, value in seconds.items() if value is not None]
+        return max(known, key=lambda each: each[1], default=None)
 
     @property
     def most_mfu(self) -> float | None:
@@ -153,25 +161,28 @@ def roofline(
     matmul_seconds: float | None = 0.0
     for operands, flops in matmul_flops.items():
         peak = matmul_peak(device, operands)
-        known = matmul_seconds is not None and flops is not None and peak is not None
-        matmul_seconds = (matmul_seconds or 0) + (flops or 0) / (peak or 1) if known else None
-    links = device.link_bytes_per_second
-    return Roofline(
-        matmul_seconds,
-        None if memory_bytes is None else memory_bytes / device.memory_bytes_per_second,
-        0.0 if sent_bytes == 0 else None if sent_bytes is None or links is None else sent_bytes / links,
-        device.peak(dtype),
-        model_flops,
-    )
+        if matmul_seconds is None or flops is None or peak is None:
+            matmul_seconds = None
+        else:
+            matmul_seconds += flops / peak
+    memory_seconds = None if memory_bytes is None else memory_bytes / device.memory_bytes_per_second
+    link_seconds = None
+    if sent_bytes == 0:
+        link_seconds = 0.0
+    elif sent_bytes is not None and device.link_bytes_per_second is not None:
+        link_seconds = sent_bytes / device.link_bytes_per_second
+    return Roofline(matmul_seconds, memory_seconds, link_seconds, device.peak(dtype), model_flops)
 
 
 def matmul_peak(device: Device, operands: str) -> float | None:
     """FLOP/s of a matmul by its operands' dtypes, as in `step_time`; of two, the slower. None: unknown."""
-    peaks = [
-        device.peak("float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)) or device.peak("bfloat16")
-        for dtype in operands.split("x")
-    ]
-    return min((peak for peak in peaks if peak is not None), default=None)
+    peaks: list[float] = []
+    for dtype in operands.split("x"):
+        name = "float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
+        peak = device.peak(name) or device.peak("bfloat16")
+        if peak is not None:
+            peaks.append(peak)
+    return min(peaks, default=None)
 
 
 _NAMES = {
@@ -252,18 +263,22 @@ class StepModel:
             config.optimizer_memory_host_offload or (remat and remat.offloaded)
         ):
             raise ValueError("what it sends to its host is not known")
-        self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
+        self._config = config
+        self._device = device
+        self._mesh = mesh
+        self._sizes = mesh.total
         for axis in MESH_AXES:
             self._ring((axis,), 1)  # raises if the rate of an axis is unknown
         nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
         self._repeating_nothing = config.model_copy(update=nothing)
-        self._peak, self._plain_peak, self._rate = peak, plain, device.memory_bytes_per_second
+        self._peak = peak
+        self._plain_peak = plain
+        self._rate = device.memory_bytes_per_second
         capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
         self._rows = config.num_experts_per_tok * capacity
-        self._width, trains = BYTES[config.dtype], config.lora_rank == 0
-        self._trains = trains
-        on_tpu = device.platform == "tpu"
-        self._on_tpu = on_tpu
+        self._width = BYTES[config.dtype]
+        self._trains = trains = config.lora_rank == 0
+        self._on_tpu = on_tpu = device.platform == "tpu"
         self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
         # Weights are gathered in both passes, their gradients reduced in one.
         grad_width = trains * BYTES[config.grad_dtype]
@@ -286,9 +301,15 @@ class StepModel:
         # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
         # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
         # does a TPU for two shards, with an all-reduce that nothing overlaps.
-        by_shard, self._waits = on_tpu and shards > 2, on_tpu and shards == 2
+        by_shard = on_tpu and shards > 2
+        self._waits = on_tpu and shards == 2
         self._windows = self._width * (shards - 1) * trains if by_shard else 0
-        self._gradient_bytes = (4 * grad_width if by_shard else 4 * trains + grad_width) if shards > 1 else 4 * trains
+        if by_shard:
+            self._gradient_bytes = 4 * grad_width
+        elif shards > 1:
+            self._gradient_bytes = 4 * trains + grad_width
+        else:
+            self._gradient_bytes = 4 * trains
         # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
         self._head_gradient_bytes = 8 * trains
         self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
@@ -296,7 +317,9 @@ class StepModel:
         shard = count.total if trains else count.adapters
         self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
         self._state = held.most("optimizer_state") if held else 0
-        self._updated = 2 * (held.most("params") + held.most("optimizer_state") if held else 0) + 8 * shard
+        self._updated = 8 * shard
+        if held:
+            self._updated += 2 * (held.most("params") + held.most("optimizer_state"))
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
         self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
@@ -406,8 +429,11 @@ class StepModel:
 
     def _moved(self, tokens: int, arrays: tuple[tuple[float, float], ...]) -> float:
         """Bytes of arrays of tokens, as in `Operation`, that one pass reads from or writes to memory."""
-        sizes = ((tokens * self._width * elements, times) for elements, times in arrays)
-        return sum(times * size * self._off_chip(size) for size, times in sizes)
+        moved = 0.0
+        for elements, times in arrays:
+            size = tokens * self._width * elements
+            moved += times * size * self._off_chip(size)
+        return moved
 
     def _off_chip(self, size: float) -> float:
         """The share of the traffic of an array of `size` bytes that goes through memory.

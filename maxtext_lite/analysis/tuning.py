@@ -6,10 +6,7 @@ from typing import Any
 
 from maxtext_lite.analysis.ranking import is_open, microbatch_choices
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
-from maxtext_lite.analysis.step_time import StepModel, flops_of_example
-from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.plan import BatchPlan
-from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.nearest import divisors
 
@@ -42,25 +39,6 @@ class Candidate:
     keys: dict[str, Any]
     config: Config
     plan: BatchPlan
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per step over all devices."""
-        return self.plan.tokens_per_step
-
-
-def least_seconds(candidate: Candidate, device: Device | None) -> float | None:
-    """The step time by `step_time`, at the peaks of a device; None for one whose figures are not known."""
-    if device is None:
-        return None
-    plan = candidate.plan
-    try:
-        mesh, flops = MeshSizes(plan.ici_mesh, plan.dcn_mesh), flops_of_example(candidate.config)
-        model = StepModel(candidate.config, mesh, device, plan.memory, flops=flops)
-    except ValueError:  # no peak in this dtype
-        return None
-    shape = plan.pipeline_shape
-    return model.step(candidate.config, plan.rows_per_micro_batch, plan.global_batch_to_train, shape).seconds
 
 
 Found = dict[str, tuple[Candidate, Timing]]
@@ -133,8 +111,9 @@ def _by_empty_slots(
     step faster."""
     groups: dict[int, list[dict[str, Any]]] = {}
     for split in _splits(config, plan):
-        if found := _planned(config, split, plan_of):
-            empty = found.plan.empty_slots_per_micro_batch * found.plan.gradient_accumulation_steps
+        candidate = _planned(config, split, plan_of)
+        if candidate is not None:
+            empty = candidate.plan.empty_slots_per_micro_batch * candidate.plan.gradient_accumulation_steps
             groups.setdefault(empty, []).append(split)
     return (groups[empty] for empty in sorted(groups))
 

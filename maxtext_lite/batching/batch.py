@@ -8,7 +8,7 @@ from fractions import Fraction
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import Refusal, number_text
+from maxtext_lite.config.errors import Refusal, counted, number_text, refuse
 from maxtext_lite.config.nearest import around, divisors, divisors_around, multiples_around
 
 
@@ -75,54 +75,39 @@ def wants_solving(config: BatchConfig) -> bool:
 
 def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
     """The batch that the config states or that follows from global_batch_size, or the rule that it breaks."""
-    per_device, accumulation = config.per_device_batch_size, config.gradient_accumulation_steps
+    per_device = config.per_device_batch_size
+    accumulation = config.gradient_accumulation_steps
     stated = config.global_batch_size
-    if stated == 0 and (per_device == -1 or accumulation == -1):
-        key = "per_device_batch_size" if per_device == -1 else "gradient_accumulation_steps"
-        one = {"per_device_batch_size": Fraction(1), "gradient_accumulation_steps": 1}
-        nearest = one if per_device == accumulation else {key: one[key]}
-        return Refusal(key, f"{key}=-1 follows from global_batch_size, which is 0: not stated.", (nearest,))
-    if per_device == -1 and accumulation == -1:
-        return Refusal(
-            "gradient_accumulation_steps",
-            f"per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
-            f"global_batch_size={stated} alone. Set one of them; train chooses both for its devices, "
-            "and plan for those of --device.",
-            tuple(divisors_around(stated, 0)),
+    derived = [key for key in ("per_device_batch_size", "gradient_accumulation_steps") if getattr(config, key) == -1]
+    if derived and stated == 0:
+        nearest = dict.fromkeys(derived, 1)
+        return refuse(config, derived[0], "follows from global_batch_size, which is 0: not stated", nearest)
+    if len(derived) == 2:
+        rule = (
+            f"and per_device_batch_size=-1 cannot both follow from global_batch_size={stated}; "
+            "train chooses both for its devices, and plan for those of --device"
         )
+        return refuse(config, "gradient_accumulation_steps", rule, *divisors_around(stated, 0))
     if per_device == -1:
         if stated % accumulation:
-            return Refusal(
-                "gradient_accumulation_steps",
-                f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
-                f"{number_text(Fraction(stated, accumulation))} examples per micro-batch, "
-                "not a whole number.",
-                tuple(divisors_around(stated, accumulation)),
-            )
+            micro_text = number_text(Fraction(stated, accumulation))
+            rule = f"of global_batch_size={stated} makes {micro_text} examples per micro-batch, not a whole number"
+            return refuse(config, "gradient_accumulation_steps", rule, *divisors_around(stated, accumulation))
         micro = stated // accumulation
         return Batch(Fraction(micro, num_devices), accumulation, micro)
     micro = per_device * num_devices
     if micro.denominator != 1:
         return not_whole("per_device_batch_size", per_device, num_devices, stated if accumulation == -1 else 0)
+    factors = f"per_device_batch_size={number_text(per_device)} x {counted(num_devices, 'device')}"
     if accumulation == -1:
         if stated % micro:
-            return Refusal(
-                "global_batch_size",
-                f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
-                f"{num_devices} device{'s' * (num_devices != 1)} = {micro} examples) = "
-                f"{number_text(stated / micro)} accumulation "
-                "steps, not a whole number.",
-                tuple(multiples_around(int(micro), stated)),
-            )
-        accumulation = int(stated / micro)
-    elif stated and stated != micro * accumulation:
-        return Refusal(
-            "global_batch_size",
-            f"global_batch_size={stated} contradicts per_device_batch_size={number_text(per_device)} x "
-            f"{num_devices} device{'s' * (num_devices != 1)} x gradient_accumulation_steps={accumulation} = "
-            f"{micro * accumulation}.",
-            (int(micro * accumulation), {"per_device_batch_size": Fraction(-1)}),
-        )
+            rule = f"is not a multiple of {factors} = {micro} examples"
+            return refuse(config, "global_batch_size", rule, *multiples_around(int(micro), stated))
+        return Batch(per_device, int(stated / micro), int(micro))
+    total = int(micro * accumulation)
+    if stated not in (0, total):
+        rule = f"contradicts {factors} x gradient_accumulation_steps={accumulation} = {total}"
+        return refuse(config, "global_batch_size", rule, total, {"per_device_batch_size": Fraction(-1)})
     return Batch(per_device, accumulation, int(micro))
 
 
@@ -145,7 +130,7 @@ def not_whole(key: str, per_device: Fraction, num_devices: int, whole: int = 0) 
         near = around([Fraction(examples, num_devices) for examples in divisors(whole)], per_device)
     return Refusal(
         key,
-        f"{key}={number_text(per_device)} x {num_devices} device{'s' * (num_devices != 1)} = "
+        f"{key}={number_text(per_device)} x {counted(num_devices, 'device')} = "
         f"{number_text(per_device * num_devices)} examples, not a whole number.",
         tuple(near),
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ class Device:
     memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float | None
-    clock_hz: float | None
     source: str
+    clock_hz: float | None = None
     most_linked: int = 1
     torus_dims: int = 0
     network_bytes_per_second: float | None = None
@@ -73,14 +72,19 @@ class Device:
           slices: along the axis.
         """
         linked = min(size, max(self.most_linked // stride, 1))
-        share = max(1 / self.torus_dims, math.log(size) / math.log(in_slice)) if self.torus_dims and size > 1 else 1.0
-        links = self.link_bytes_per_second
-        rates: list[float | None] = [] if linked == 1 else [None if links is None else share * links]
+        rate = math.inf
+        if linked > 1:
+            if self.link_bytes_per_second is None:
+                return None
+            share = 1.0
+            if self.torus_dims:
+                share = max(1 / self.torus_dims, math.log(size) / math.log(in_slice))
+            rate = share * self.link_bytes_per_second
         if size * slices > linked:
-            network = self.network_bytes_per_second
-            rates.append(None if network is None else linked * network)
-        known = [rate for rate in rates if rate is not None]
-        return min(known) if len(known) == len(rates) else None
+            if self.network_bytes_per_second is None:
+                return None
+            rate = min(rate, linked * self.network_bytes_per_second)
+        return rate
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of matmuls in a dtype; None if unknown. On NVIDIA float16 is as fast as bfloat16."""
@@ -95,115 +99,211 @@ def _peaks(bfloat16: float, *, float8: float = 0, int8: float = 0, float32: floa
     return {dtype: tflops * 1e12 for dtype, tflops in stated.items() if tflops}
 
 
-def _device(
-    platform: Platform,
-    name: str,
-    kinds: tuple[str, ...],
-    peaks: Mapping[str, float],
-    *,
-    gigabytes: int,
-    memory_gbs: float,
-    links_gbs: float | None,
-    linked: int,
-    source: str,
-    network_gbits: float | None = None,
-    host_gbs: float | None = None,
-    clock_ghz: float | None = None,
-    torus: int = 0,
-    on_chip_mib: int = 0,
-    links_hosts: bool = False,
-    per_chip: int = 1,
-) -> Device:
-    """A device in its vendor's units; `links_gbs` (None: PCIe only) is bidirectional, `host_gbs` is not."""
-    links, network = links_gbs and links_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
-    return Device(
-        name, platform, kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, clock_ghz and clock_ghz * 1e9, source,
-        linked, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20, links_hosts, per_chip,
-    )  # fmt: skip
-
-
-_tpu = functools.partial(_device, "tpu", links_hosts=True)
-_gpu = functools.partial(_device, "gpu")
 _H100 = _peaks(989.4, float8=1978.9, int8=1978.9, float32=494.7)
 _A100 = _peaks(312, int8=624, float32=156)
 
 DEVICES: tuple[Device, ...] = (
-    _tpu(
-        "v4", ("TPU v4",), _peaks(275, int8=275), gigabytes=32, memory_gbs=1200, links_gbs=600, clock_ghz=1.05,
-        linked=4096, torus=3, network_gbits=None, host_gbs=16,
+    Device(
+        "v4",
+        "tpu",
+        ("TPU v4",),
+        _peaks(275, int8=275),
+        memory_bytes=32_000_000_000,
+        memory_bytes_per_second=1200e9,
+        link_bytes_per_second=600e9 / 2,
+        clock_hz=1.05e9,
+        links_hosts=True,
+        most_linked=4096,
+        torus_dims=3,
+        host_bytes_per_second=16e9,
         source="Jouppi et al. 2023, arXiv:2304.01433, table 4: six links of 50 GB/s each way, 1050 MHz"
         "; host: Austin et al. 2025, How to Scale Your Model, part 2",
     ),
-    _tpu(
-        "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
-        clock_ghz=1.5, linked=256, torus=2, network_gbits=25, host_gbs=16, on_chip_mib=32,
+    Device(
+        "v5e",
+        "tpu",
+        ("TPU v5 lite", "TPU v5e"),
+        _peaks(197, int8=393),
+        memory_bytes=16_000_000_000,
+        memory_bytes_per_second=819e9,
+        link_bytes_per_second=400e9 / 2,
+        clock_hz=1.5e9,
+        links_hosts=True,
+        most_linked=256,
+        torus_dims=2,
+        network_bytes_per_second=25e9 / 8,
+        host_bytes_per_second=16e9,
+        on_chip_bytes=32 << 20,
         source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle; "
         "network: the pod's over its chips; host: as v4",
     ),
-    _tpu(
-        "v5p", ("TPU v5", "TPU v5p"), _peaks(459, int8=918), gigabytes=95, memory_gbs=2765, links_gbs=1200,
-        clock_ghz=1.75, linked=8960, torus=3, network_gbits=50, host_gbs=16,
-        source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle; "
-        "host: as v4",
+    Device(
+        "v5p",
+        "tpu",
+        ("TPU v5", "TPU v5p"),
+        _peaks(459, int8=918),
+        memory_bytes=95_000_000_000,
+        memory_bytes_per_second=2765e9,
+        link_bytes_per_second=1200e9 / 2,
+        clock_hz=1.75e9,
+        links_hosts=True,
+        most_linked=8960,
+        torus_dims=3,
+        network_bytes_per_second=50e9 / 8,
+        host_bytes_per_second=16e9,
+        source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle; host: as v4",
     ),
-    _tpu(
-        "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
-        clock_ghz=1.75, linked=256, torus=2, network_gbits=100, host_gbs=32, on_chip_mib=32,
+    Device(
+        "v6e",
+        "tpu",
+        ("TPU v6 lite", "TPU v6e"),
+        _peaks(918, int8=1836),
+        memory_bytes=32_000_000_000,
+        memory_bytes_per_second=1638e9,
+        link_bytes_per_second=800e9 / 2,
+        clock_hz=1.75e9,
+        links_hosts=True,
+        most_linked=256,
+        torus_dims=2,
+        network_bytes_per_second=100e9 / 8,
+        host_bytes_per_second=32e9,
+        on_chip_bytes=32 << 20,
         source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
         "which the compiler's cycles of a large matmul stay below that peak; network: the pod's over its chips; "
         "host: as v4",
     ),
-    _tpu(
-        "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None, linked=18432, torus=3, network_gbits=None, host_gbs=None, per_chip=2,
+    Device(
+        "7x",
+        "tpu",
+        ("TPU7x", "TPU v7x"),
+        _peaks(2307 / 2, float8=4614 / 2),
+        memory_bytes=96_000_000_000,
+        memory_bytes_per_second=7380e9 / 2,
+        link_bytes_per_second=1200e9 / 4,
+        links_hosts=True,
+        most_linked=18432,
+        torus_dims=3,
+        per_chip=2,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
-    _gpu(
-        "a100-40", ("NVIDIA A100*40GB*",), _A100, gigabytes=40, memory_gbs=1555, links_gbs=600,
-        linked=8, network_gbits=200, host_gbs=32,
+    Device(
+        "a100-40",
+        "gpu",
+        ("NVIDIA A100*40GB*",),
+        _A100,
+        memory_bytes=40_000_000_000,
+        memory_bytes_per_second=1555e9,
+        link_bytes_per_second=600e9 / 2,
+        most_linked=8,
+        network_bytes_per_second=200e9 / 8,
+        host_bytes_per_second=32e9,
         source="NVIDIA's data sheet of the A100; network: an eighth of its DGX A100",
     ),
-    _gpu(
-        "a100-80", ("NVIDIA A100*80GB*",), _A100, gigabytes=80, memory_gbs=2039, links_gbs=600,
-        linked=8, network_gbits=200, host_gbs=32,
+    Device(
+        "a100-80",
+        "gpu",
+        ("NVIDIA A100*80GB*",),
+        _A100,
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_second=2039e9,
+        link_bytes_per_second=600e9 / 2,
+        most_linked=8,
+        network_bytes_per_second=200e9 / 8,
+        host_bytes_per_second=32e9,
         source="NVIDIA's data sheet of the A100 (SXM); network: an eighth of its DGX A100",
     ),
-    _gpu(
-        "h100-pcie", ("NVIDIA H100 PCIe*",), _peaks(756, float8=1513, int8=1513, float32=378), gigabytes=80,
-        memory_gbs=2000, links_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the H100, column PCIe",
+    Device(
+        "h100-pcie",
+        "gpu",
+        ("NVIDIA H100 PCIe*",),
+        _peaks(756, float8=1513, int8=1513, float32=378),
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_second=2000e9,
+        link_bytes_per_second=None,
+        most_linked=1,
+        host_bytes_per_second=64e9,
+        source="NVIDIA's data sheet of the H100, column PCIe",
     ),
-    _gpu(
-        "h100-nvl", ("NVIDIA H100 NVL*",), _peaks(835, float8=1671, int8=1671, float32=417.5), gigabytes=94,
-        memory_gbs=3900, links_gbs=600, linked=2, host_gbs=64,
+    Device(
+        "h100-nvl",
+        "gpu",
+        ("NVIDIA H100 NVL*",),
+        _peaks(835, float8=1671, int8=1671, float32=417.5),
+        memory_bytes=94_000_000_000,
+        memory_bytes_per_second=3900e9,
+        link_bytes_per_second=600e9 / 2,
+        most_linked=2,
+        host_bytes_per_second=64e9,
         source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
     ),
-    _gpu(
-        "h100", ("NVIDIA H100*",), _H100, gigabytes=80, memory_gbs=3350, links_gbs=900,
-        linked=8, network_gbits=400, host_gbs=64,
+    Device(
+        "h100",
+        "gpu",
+        ("NVIDIA H100*",),
+        _H100,
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_second=3350e9,
+        link_bytes_per_second=900e9 / 2,
+        most_linked=8,
+        network_bytes_per_second=400e9 / 8,
+        host_bytes_per_second=64e9,
         source="NVIDIA's data sheet of the H100, column SXM, without sparsity; network: an eighth of its DGX H100",
     ),
-    _gpu(
-        "h200", ("NVIDIA H200*",), _H100, gigabytes=141, memory_gbs=4800, links_gbs=900,
-        linked=8, network_gbits=400, host_gbs=64,
+    Device(
+        "h200",
+        "gpu",
+        ("NVIDIA H200*",),
+        _H100,
+        memory_bytes=141_000_000_000,
+        memory_bytes_per_second=4800e9,
+        link_bytes_per_second=900e9 / 2,
+        most_linked=8,
+        network_bytes_per_second=400e9 / 8,
+        host_bytes_per_second=64e9,
         source="NVIDIA's data sheet of the H200, without sparsity; network: an eighth of its DGX H200",
     ),
-    _gpu(
-        "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
-        links_gbs=1800, linked=8, network_gbits=400, host_gbs=64,
+    Device(
+        "b200",
+        "gpu",
+        ("NVIDIA B200*",),
+        _peaks(2250, float8=4500, int8=4500, float32=1125),
+        memory_bytes=180_000_000_000,
+        memory_bytes_per_second=8000e9,
+        link_bytes_per_second=1800e9 / 2,
+        most_linked=8,
+        network_bytes_per_second=400e9 / 8,
+        host_bytes_per_second=64e9,
         source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity; network: likewise of "
         "its DGX B200",
     ),
-    _gpu(
-        "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
-        memory_gbs=8000, links_gbs=1800, linked=72, links_hosts=True, network_gbits=400, host_gbs=225,
+    Device(
+        "gb200",
+        "gpu",
+        ("NVIDIA GB200*",),
+        _peaks(2500, float8=5000, int8=5000, float32=1250),
+        memory_bytes=186_000_000_000,
+        memory_bytes_per_second=8000e9,
+        link_bytes_per_second=1800e9 / 2,
+        most_linked=72,
+        links_hosts=True,
+        network_bytes_per_second=400e9 / 8,
+        host_bytes_per_second=225e9,
         source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity; network: ConnectX-7; "
         "host: half a Grace",
     ),
-    _gpu(
-        "l4", ("NVIDIA L4",), _peaks(121, float8=242.5, int8=242.5, float32=60), gigabytes=24, memory_gbs=300,
-        links_gbs=None, linked=1, host_gbs=32, source="NVIDIA's data sheet of the L4, without sparsity",
+    Device(
+        "l4",
+        "gpu",
+        ("NVIDIA L4",),
+        _peaks(121, float8=242.5, int8=242.5, float32=60),
+        memory_bytes=24_000_000_000,
+        memory_bytes_per_second=300e9,
+        link_bytes_per_second=None,
+        most_linked=1,
+        host_bytes_per_second=32e9,
+        source="NVIDIA's data sheet of the L4, without sparsity",
     ),
-)  # fmt: skip
+)
 """Every known accelerator; the first one whose pattern matches a kind counts."""
 
 

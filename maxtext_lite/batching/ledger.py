@@ -115,7 +115,8 @@ class MemoryEstimate:
         """
         if self.limit is None or self.fits:
             return []
-        needed, there = bytes_text(self.total), bytes_text(self.limit)
+        needed = bytes_text(self.total)
+        there = bytes_text(self.limit)
         return [f"about {needed} per device are needed, more than the {there} it has: {works}"]
 
     def to_json(self) -> dict[str, object]:

@@ -68,8 +68,12 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
 
     The means are split like the parameter, without the dim that they are taken over.
     """
-    weights, lora = _weights(config, mesh), config.lora_rank > 0
-    return sum(count * _factored(weight, mesh) for part, count, weight in weights if (part == "adapters") == lora)
+    elements = 0
+    for part, count, weight in _weights(config, mesh):
+        is_trained = (part == "adapters") == (config.lora_rank > 0)
+        if is_trained:
+            elements += count * _factored(weight, mesh)
+    return elements
 
 
 def count_orthogonalized(config: Config, **mesh: int) -> int:
@@ -83,17 +87,24 @@ def count_orthogonalized(config: Config, **mesh: int) -> int:
     for count, weight in trained_matrices(config, mesh):
         here = math.prod(_parts(weight, mesh))
         parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
+        gathered = math.prod(weight.sizes) // math.prod(parts)
         over_data = axis_over_data(config, mesh, count, weight)
-        here //= mesh["data"] if over_data else 1
-        gathered = math.prod(weight.sizes) // math.prod(parts) // (mesh["data"] if over_data == STACKED else 1)
-        elements += count * (2 * gathered + (2 * here if here < gathered else 0))
+        if over_data:
+            here //= mesh["data"]
+        if over_data == STACKED:
+            gathered //= mesh["data"]
+        elements += count * 2 * gathered
+        if here < gathered:
+            elements += count * 2 * here
     return elements
 
 
 def trained_matrices(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[int, Weight]]:
     """The trained matrices of a layer, each with the number of a device's layers that have it."""
     part = "adapters" if config.lora_rank else "matrices"
-    return ((count, weight) for kind, count, weight in _weights(config, mesh) if kind == part)
+    for kind, count, weight in _weights(config, mesh):
+        if kind == part:
+            yield count, weight
 
 
 STACKED = "stacked"
@@ -107,15 +118,20 @@ def axis_over_data(config: Config, mesh: Mapping[str, int], count: int, weight: 
     if not config.shard_optimizer_over_data or data == 1:
         return None
     repeats = num_repeats(config, mesh.get("stage", 1))
-    stack = [(STACKED, repeats), (STACKED, count // repeats)]
-    own = zip((STACKED if axis == "experts" else axis for axis in weight.axes), _parts(weight, mesh), strict=True)
-    return next((axis for axis, size in (*stack, *own) if size % data == 0), None)
+    if repeats % data == 0 or count // repeats % data == 0:
+        return STACKED
+    for axis, size in zip(weight.axes, _parts(weight, mesh), strict=True):
+        if size % data == 0:
+            return STACKED if axis == "experts" else axis
+    return None
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that a token is multiplied by: all except the experts that it is not sent to."""
-    matrices = [(count, weight) for part, count, weight in _weights(config, {}) if part == "matrices"]
-    unmet = sum(count * (1 - _met(config, weight)) * math.prod(weight.sizes) for count, weight in matrices)
+    unmet = Fraction(0)
+    for part, count, weight in _weights(config, {}):
+        if part == "matrices":
+            unmet += count * (1 - _met(config, weight)) * math.prod(weight.sizes)
     return count_parameters(config).total - int(unmet)
 
 
@@ -145,7 +161,8 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
     shape = model_shape(config)
     for mixer, layers in shape.layers_of.items():
         kind = layer_kind(mixer)
-        flops += 0 if kind is None else len(layers) * kind.flops(shape, num_tokens)
+        if kind is not None:
+            flops += len(layers) * kind.flops(shape, num_tokens)
     return flops
 
 
@@ -169,8 +186,7 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
             return (whole * config.chunk_attn_window_size**2 + rest**2) / 2
         return num_tokens**2 / 2
 
-    kinds = Counter(config.layer_kinds)
-    return sum(count * of_layer(kind) for kind, count in kinds.items())
+    return sum(count * of_layer(kind) for kind, count in Counter(config.layer_kinds).items())
 
 
 def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -201,21 +217,25 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
     """
     if num_vocab_tiling != -1:
         return num_vocab_tiling
-    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
-    return next(fits, tokens)
+    for pieces in divisors(tokens):
+        if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES:
+            return pieces
+    return tokens
 
 
 def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:
     """Each weight with the name it counts under and the number of a device's layers that have it."""
     assert mesh.keys() <= {*MESH_AXES}, f"{mesh} has axes that no mesh has"
-    shape, adapted = model_shape(config), adapted_weights(config)
-    for stack, (count, table) in stacks_of(shape).items():
-        axis = stack.partition("/")[0]
-        here, normal = (count // num_parts(axis, mesh), "matrices") if stack else (1, "tables")
+    adapted = adapted_weights(config)
+    for stack, (count, table) in stacks_of(model_shape(config)).items():
+        normal = "matrices" if stack else "tables"
+        if stack:
+            count //= num_parts(stack.partition("/")[0], mesh)
         for path, weight in table.items():
-            yield normal if weight.is_normal else "norms", here, weight
+            yield normal if weight.is_normal else "norms", count, weight
             if path.rpartition("/")[2] in adapted:
-                yield from (("adapters", here, matrix) for matrix in weight.adapters(config.lora_rank))
+                for matrix in weight.adapters(config.lora_rank):
+                    yield "adapters", count, matrix
 
 
 def _met(config: ModelConfig, weight: Weight) -> Fraction:
@@ -236,8 +256,10 @@ def elements_on_device(weight: Weight, mesh: Mapping[str, int], tiled: bool = Fa
     if not tiled or len(weight.sizes) < 2:
         return math.prod(weight.sizes) // math.prod(num_parts(axis, mesh) for axis in weight.axes)
     parts = _parts(weight, mesh)
-    pairs = permutations(parts, 2)
-    return min(math.prod(parts) // (rows * columns) * _tiled(rows, columns) for rows, columns in pairs)
+    tiled_sizes: list[int] = []
+    for rows, columns in permutations(parts, 2):
+        tiled_sizes.append(math.prod(parts) // (rows * columns) * _tiled(rows, columns))
+    return min(tiled_sizes)
 
 
 def _tiled(rows: int, columns: int) -> int:
@@ -255,7 +277,8 @@ def _factored(weight: Weight, mesh: Mapping[str, int]) -> int:
     A tensor of a layer or an expert has means over each of its two largest dims if both are at least `_FACTORED_FROM`;
     any other has all of its elements.
     """
-    parts, sizes = _parts(weight, mesh), weight.sizes
+    parts = _parts(weight, mesh)
+    sizes = weight.sizes
     first = 1 if weight.axes[0] == "experts" else 0
     by_size = sorted(range(first, len(parts)), key=lambda dim: sizes[dim])
     if len(by_size) < 2 or sizes[by_size[-2]] < _FACTORED_FROM:

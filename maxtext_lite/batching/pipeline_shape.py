@@ -53,7 +53,8 @@ class PipelineShape:
         return self._gpipe() if schedule == "gpipe" else self._one_forward_one_backward()
 
     def _gpipe(self) -> list[list["Work"]]:
-        M, S = self.num_microbatches, self.num_stages
+        M = self.num_microbatches
+        S = self.num_stages
         passes = self.num_repeats * M
         stages: list[list[Work]] = []
         for stage in range(S):
@@ -71,7 +72,8 @@ class PipelineShape:
         return stages
 
     def _one_forward_one_backward(self) -> list[list["Work"]]:
-        pieces, turn = self.gradient_accumulation_steps * self.num_microbatches, self.num_stages - 1
+        pieces = self.gradient_accumulation_steps * self.num_microbatches
+        turn = self.num_stages - 1
 
         def piece(number: int) -> Piece | None:
             return Piece(number, 0) if 0 <= number < pieces else None

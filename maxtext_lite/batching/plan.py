@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import MemoryEstimate
@@ -28,7 +28,6 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
-    MOST_DEVICES,
     MeshSizes,
     Topology,
     resolve_mesh,
@@ -42,6 +41,7 @@ from maxtext_lite.config.errors import (
     counted,
     nearest_clause,
     number_text,
+    refuse,
     rounded_text,
     value_text,
 )
@@ -207,10 +207,6 @@ class BatchPlan(Batch):
         """The share of its ticks that a stage waits under the configured schedule."""
         return self.pipeline_shape.bubble_fraction(self.pipeline_schedule)
 
-    def flops_of_step(self, stage: BatchStage) -> float:
-        """`flops_per_example` of all examples of a step of a stage."""
-        return self.flops_per_example * stage.global_batch_to_train
-
     @property
     def stages(self) -> tuple[BatchStage, ...]:
         """All stages of the run, the target's last; a single one without a ramp."""
@@ -222,11 +218,7 @@ class BatchPlan(Batch):
         return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The batch sizes of the next step once `examples_seen` examples have been consumed.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """The batch sizes of the next step once `examples_seen` examples have been consumed."""
         return stage_at(self.stages, examples_seen)
 
     @property
@@ -362,43 +354,34 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
     Args:
       num_examples: training examples in the data; if unknown, the length of a run of num_epochs is unknown too.
     """
-    if config.run_kind == "train":
-        return _derive_plan(config, topology, num_examples, None)
-    if broken := topology_violations(topology):
-        return broken
-    sampled: SampledBatch | list[Refusal] = registry.load("batch", config.run_kind)(config, topology)
-    if isinstance(sampled, list):
-        return sampled
-    return _derive_plan(config, sampled.training_part(topology), num_examples, sampled)
-
-
-def _derive_plan(
-    config: Config, topology: Topology, num_examples: int | None, sampled: SampledBatch | None
-) -> BatchPlan | list[Refusal]:
-    """The plan, or every broken rule.
-
-    Args:
-      sampled: the batch of a run whose config has no use for the keys of batches, and no length in epochs.
-    """
     broken = topology_violations(topology)
-    if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
+    if broken:
         return broken
+    sampled: SampledBatch | None = None
+    if config.run_kind != "train":
+        outcome: SampledBatch | list[Refusal] = registry.load("batch", config.run_kind)(config, topology)
+        if isinstance(outcome, list):
+            return outcome
+        sampled = outcome
+        topology = sampled.training_part(topology)
 
-    def legal(part: T | Refusal | list[Refusal]) -> T | None:
-        if isinstance(part, Refusal | list):
-            broken.extend([part] if isinstance(part, Refusal) else cast("list[Refusal]", part))
+    def legal(part: T | Refusal) -> T | None:
+        if isinstance(part, Refusal):
+            broken.append(part)
             return None
         return part
 
     num_devices = topology.num_devices
     mesh = legal(resolve_mesh(config, num_devices))
     batch = sampled.trained if sampled else legal(derive_batch(config, num_devices))
-    eval_size = legal(_eval_size(config, num_devices))
+    eval_size = config.eval_per_device_batch_size
+    if (eval_size * num_devices).denominator != 1:
+        broken.append(not_whole("eval_per_device_batch_size", eval_size, num_devices))
     readers = legal(loading_hosts(config, topology.num_hosts))
     ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
     rampup = legal(ramp)
     stages = None
-    if batch and not isinstance(ramp, list):
+    if batch and not isinstance(ramp, Refusal):
         stages = rampup.all_stages if rampup else (only_stage(batch),)
     length = legal(derive_length(config, stages, None if sampled else num_examples))
     axes = mesh or stated_axes(config)
@@ -409,7 +392,8 @@ def _derive_plan(
     broken.extend(pipeline_violations(config, axes.total["stage"], axes.total["context"]))
     if broken or not (mesh and batch and readers and length):
         return broken
-    num_stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
+    num_stages = mesh.total["stage"]
+    pieces = config.num_pipeline_microbatches
     return BatchPlan(
         per_device_batch_size=batch.per_device_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
@@ -445,47 +429,36 @@ def _expansion_factor(config: BatchConfig) -> Fraction:
 
 def loading_hosts(config: BatchConfig, num_hosts: int) -> tuple[int, ...] | Refusal:
     """The hosts that read, or why expansion_factor_real_data does not suit this number of hosts."""
-    key, factor = "expansion_factor_real_data", _expansion_factor(config)
+    key = "expansion_factor_real_data"
+    factor = _expansion_factor(config)
     if factor < 1:
         if factor.numerator == 1:
             return tuple(range(num_hosts))
         loads = 1 / factor
-        return Refusal(
-            key,
-            f"{key}={number_text(factor)} is 1/x = {number_text(loads)} loads per step, not a whole number.",
-            (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
-        )
+        rule = f"is 1/x = {number_text(loads)} loads per step, not a whole number"
+        return refuse(config, key, rule, Fraction(1, int(loads) + 1), Fraction(1, int(loads)))
     hosts = num_hosts / factor
     if hosts.denominator == 1:
         return tuple(range(int(hosts)))
     is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
-    meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
-    return Refusal(
-        key,
-        f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-        f"{number_text(hosts)} loading hosts, not a whole number.",
-        (meant,) if meant else tuple(divisors_around(num_hosts, factor)),
-    )
-
-
-def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Refusal:
-    per_device = config.eval_per_device_batch_size
-    if (per_device * num_devices).denominator != 1:
-        return not_whole("eval_per_device_batch_size", per_device, num_devices)
-    return per_device
+    # 2.6667 on 8 hosts is 8/3
+    near = [Fraction(num_hosts, round(hosts))] if is_rounded else divisors_around(num_hosts, factor)
+    rule = f"makes {number_text(hosts)} loading hosts of {num_hosts}, not a whole number"
+    return refuse(config, key, rule, *near)
 
 
 def _diloco_replicas(config: Config, data_axis: int) -> int | Refusal | None:
     """The copies of the model that local updates train; None where local updates are off."""
-    key, replicas = "diloco_num_replicas", config.diloco_num_replicas
+    key = "diloco_num_replicas"
+    replicas = config.diloco_num_replicas
     if not config.enable_diloco:
         return None
     if replicas == -1:
         return data_axis
     if replicas % data_axis == 0:
         return replicas
-    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
-    return Refusal(key, message, (*multiples_around(data_axis, replicas), -1))
+    rule = f"is not a multiple of the data axis, {data_axis}: each part has equally many"
+    return refuse(config, key, rule, *multiples_around(data_axis, replicas), -1)
 
 
 def refusals(config: Config, topology: Topology, num_examples: int | None = None) -> list[Refusal]:
@@ -549,11 +522,8 @@ def _resolve_or_raise(config: Config, topology: Topology, num_examples: int | No
 
 def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
     if num_examples is None and config.num_epochs:
-        message = (
-            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
-            "Give num_examples to make_plan, or --examples N to the command plan."
-        )
-        return [Refusal("num_epochs", message)]
+        rule = "gives no steps without the number of examples: num_examples of make_plan, or plan --examples"
+        return [refuse(config, "num_epochs", rule)]
     if num_examples is not None and num_examples < 1:
         return [Refusal("", f"num_examples={value_text(num_examples)}: there is no training example.")]
     return []
@@ -561,24 +531,27 @@ def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
 
 def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
     """The plan with the FLOPs and memory of a step and the cost of each schedule, as far as what estimates is there."""
-    rows, pieces = plan.rows_per_micro_batch, plan.num_pipeline_microbatches
+    rows = plan.rows_per_micro_batch
+    pieces = plan.num_pipeline_microbatches
     memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
-    if registry.is_installed("estimate", "memory"):
+    is_estimated = registry.is_installed("estimate", "memory")
+    if is_estimated:
         estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
-        accumulation, replicas = plan.gradient_accumulation_steps, plan.diloco_num_replicas
+        accumulation = plan.gradient_accumulation_steps
+        replicas = plan.diloco_num_replicas
         memory = estimate(config, plan.mesh, rows, accumulation, pieces, memory_gb, replicas, accelerator)
         if plan.rl is not None:
             memory = plan.rl.with_sampling(memory, config, plan.mesh)
     costs: dict[Schedule, ScheduleCost] = {}
-    for schedule in SCHEDULES if plan.num_pipeline_stages > 1 else ():
-        if schedule == "1f1b" and plan.num_pipeline_repeats > 1:
-            continue
-        activations = None
-        if registry.is_installed("estimate", "activations"):
-            activations = registry.load("estimate", "activations")(
-                config, plan.mesh, rows, pieces, schedule, accelerator
-            )
-        costs[schedule] = ScheduleCost(plan.pipeline_shape.bubble_fraction(schedule), activations)
+    if plan.num_pipeline_stages > 1:
+        for schedule in SCHEDULES:
+            if schedule == "1f1b" and plan.num_pipeline_repeats > 1:
+                continue
+            activations = None
+            if is_estimated:
+                estimate_activations = registry.load("estimate", "activations")
+                activations = estimate_activations(config, plan.mesh, rows, pieces, schedule, accelerator)
+            costs[schedule] = ScheduleCost(plan.pipeline_shape.bubble_fraction(schedule), activations)
     flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
     return replace(plan, flops_per_example=flops, memory=memory, pipeline_schedules=costs)
 
@@ -639,7 +612,9 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-_LARGEST_TUNING_RATE, _LARGE_MODEL_RATE, _LARGE_MODEL = 1e-3, 3e-3, 10**9
+_LARGEST_TUNING_RATE = 1e-3
+_LARGE_MODEL_RATE = 3e-3
+_LARGE_MODEL = 10**9
 
 
 def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
@@ -649,7 +624,8 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
     yield from _diloco_warnings(plan)
     if registry.is_installed("estimate", "evaluation"):
         yield from registry.load("estimate", "evaluation")(config, plan, accelerator)
-    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    micro = plan.micro_batch_to_train
+    pieces = plan.num_pipeline_microbatches
     if micro % pieces:
         yield (
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
@@ -700,7 +676,8 @@ def _rate_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     """The warnings that depend on where the run ends."""
-    total, period = plan.global_batch_to_train, plan.diloco_sync_period
+    total = plan.global_batch_to_train
+    period = plan.diloco_sync_period
     # A schedule that counts examples or tokens counts them in steps of the target batch.
     schedule = Fraction(plan.steps) if config.schedule_unit == "steps" else Fraction(plan.total_examples, total)
     if config.warmup_steps > schedule:
@@ -736,7 +713,8 @@ def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
 
 
 def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
-    kernel, remat = plan.attention_kernel.name, remat_of(config)
+    kernel = plan.attention_kernel.name
+    remat = remat_of(config)
     if config.balance_attention and plan.layout_shards == (plan.diloco_num_replicas or 1):
         yield "balance_attention=true changes nothing: no shard of the batch waits for another."
     elif config.balance_attention and not kernel_named(kernel).skips_documents:

@@ -7,7 +7,6 @@ from maxtext_lite.batching.topology import (
     CHUNKS,
     SPLIT_TOGETHER,
     MeshSizes,
-    Scope,
     mesh_changes,
     mesh_key,
     model_dimensions,
@@ -40,8 +39,11 @@ def model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
             continue
-        scopes: tuple[tuple[Scope, Mapping[str, int]], ...] = (("ici", mesh.ici), ("dcn", mesh.dcn))
-        sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
+        sizes: dict[str, int] = {}
+        for each in together:
+            sizes[mesh_key("ici", each)] = mesh.ici[each]
+            sizes[mesh_key("dcn", each)] = mesh.dcn[each]
+        sizes = {name: part for name, part in sizes.items() if part > 1}
         key, size = next(iter(sizes.items()))
         how = " x ".join(
             f"{name}=-1, the remaining {part}," if getattr(config, name) == -1 else f"{name}={part}"
@@ -71,45 +73,43 @@ def context_violations(config: Config, num_shards: int) -> list[Refusal]:
     if num_shards == 1:
         return []
     broken: list[Refusal] = []
-    key, kernel = "attention", config.attention
+    kernel = config.attention
+    length = config.max_target_length
     unit = token_multiple("splash", num_shards)
-    if kernel == "splash" and config.max_target_length % unit:
-        length = "max_target_length"
-        message = (
-            f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
-            f"128 for each of 2 chunks on {num_shards} context shards."
+    if kernel == "splash" and length % unit:
+        rule = (
+            f"needs max_target_length={length} to be a multiple of {unit}, "
+            f"128 for each of 2 chunks on {num_shards} context shards"
         )
-        near = _lengths(multiples_around(unit, config.max_target_length))
-        broken.append(Refusal(key, message, (*near, "auto")))
+        broken.append(refuse(config, "attention", rule, *_lengths(multiples_around(unit, length)), "auto"))
     if kernel != "auto" and not kernel_named(kernel).context_shards:
-        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
-        broken.append(Refusal(key, message, ("auto",)))
+        rule = f"does not work on {num_shards} context shards, whose tokens are laid out in chunks"
+        broken.append(refuse(config, "attention", rule, "auto"))
     foreign = [kind for kind in config.pattern if kind not in ATTENTION_KINDS]
     if foreign:
         rule = f"has {foreign[0]}, which needs whole examples, not their parts on {num_shards} context shards"
         attention = ",".join("global" if kind in foreign else kind for kind in config.pattern)
         broken.append(refuse(config, "layer_pattern", rule, attention))
-    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
-    tokens, rest = divmod(config.max_target_length, num_shards)
+    pieces = config.num_vocab_tiling
+    tokens, rest = divmod(length, num_shards)
     if not rest and tokens % pieces:
-        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
-        broken.append(Refusal(key, message, tuple(divisors_around(tokens, pieces))))
+        rule = f"does not divide the {tokens} tokens of each of {num_shards} context shards"
+        broken.append(refuse(config, "num_vocab_tiling", rule, *divisors_around(tokens, pieces)))
     return broken
 
 
 def pipeline_violations(config: Config, num_stages: int, context: int) -> list[Refusal]:
-    if num_stages == 1:
-        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
-        return [
-            Refusal(key, f"{key}={value} {no_effect}", plain[:1])
-            for key, plain in _WITHOUT_STAGES.items()
-            if (value := getattr(config, key)) not in plain
-        ]
-    key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
     broken: list[Refusal] = []
+    if num_stages == 1:
+        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)"
+        for key, plain in _WITHOUT_STAGES.items():
+            if getattr(config, key) not in plain:
+                broken.append(refuse(config, key, no_effect, plain[0]))
+        return broken
+    pieces = config.num_pipeline_microbatches
     if pieces != -1 and pieces % num_stages:
-        message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
-        broken.append(Refusal(key, message, tuple(multiples_around(num_stages, pieces))))
+        rule = f"is not a multiple of the {num_stages} pipeline stages"
+        broken.append(refuse(config, "num_pipeline_microbatches", rule, *multiples_around(num_stages, pieces)))
     if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
         broken.extend(_layer_violations(config, num_stages))
     if config.pipeline_schedule == "1f1b":
@@ -119,35 +119,38 @@ def pipeline_violations(config: Config, num_stages: int, context: int) -> list[R
 
 def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Refusal]:
     """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
-    key = "pipeline_schedule"
     broken: list[Refusal] = []
-    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
-    if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
+    layers = config.num_stacked_layers
+    at_once = config.num_layers_per_pipeline_stage
+    rounds, rest = divmod(layers, num_stages * at_once)
+    if rounds > 1 and not rest:
         once = {"num_layers_per_pipeline_stage": layers // num_stages}
         if config.num_pipeline_repeats not in (-1, 1):
             once["num_pipeline_repeats"] = 1
-        message = (
-            f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
-            f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times."
+        rule = (
+            f"passes the stages once, but {layers} layers on {num_stages} stages with "
+            f"num_layers_per_pipeline_stage={at_once} go round {rounds} times"
         )
-        broken.append(Refusal(key, message, (once, "gpipe")))
-    tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
+        broken.append(refuse(config, "pipeline_schedule", rule, once, "gpipe"))
+    tokens = config.max_target_length
+    parts = num_stages * context * max(config.num_vocab_tiling, 1)
     if tokens % parts:
         tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
         shards = f" x {context} context shards" if context > 1 else ""
-        message = (
-            f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
-            f"which {key}=1f1b splits the tokens of a microbatch for the loss."
+        rule = (
+            f"is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between which pipeline_schedule=1f1b "
+            "splits the tokens of a microbatch for the loss"
         )
-        near = multiples_around(parts, tokens)
-        broken.append(Refusal("max_target_length", message, tuple(near)))
+        broken.append(refuse(config, "max_target_length", rule, *multiples_around(parts, tokens)))
     return broken
 
 
 def _layer_violations(config: Config, num_stages: int) -> list[Refusal]:
     """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
-    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
-    key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
+    layers = config.num_stacked_layers
+    at_once = config.num_layers_per_pipeline_stage
+    key = "num_layers_per_pipeline_stage"
+    repeats = config.num_pipeline_repeats
     first = config.first_num_dense_layers  # these run before the pipeline
     rounds, rest = divmod(layers, num_stages * at_once)
     named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
@@ -155,25 +158,25 @@ def _layer_violations(config: Config, num_stages: int) -> list[Refusal]:
         near = divisors_around(layers // num_stages, at_once)
         if layers % num_stages:
             unit = num_stages * at_once * max(repeats, 1)
-            key, near = "base_num_decoder_layers", multiples_around(unit, layers, offset=first)
+            key = "base_num_decoder_layers"
+            near = multiples_around(unit, layers, offset=first)
         product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
         message = f"{named} is not a multiple of {product}."
         return [Refusal(key, message, tuple(near))]
     if repeats not in (-1, rounds):
-        key = "num_pipeline_repeats"
-        message = (
-            f"{key}={repeats} x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
-            f"{repeats * num_stages * at_once} layers, but {named}."
+        rule = (
+            f"x {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once} = "
+            f"{repeats * num_stages * at_once} layers, but {named}"
         )
-        return [Refusal(key, message, (rounds,))]
+        return [refuse(config, "num_pipeline_repeats", rule, rounds)]
     patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
     for name, pattern in patterns.items():
         period = len(pattern)
         if at_once % period and len(set(pattern)) > 1:
-            message = (
-                f"{key}={at_once} is not a multiple of the {period} layers of "
-                f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
+            rule = (
+                f"is not a multiple of the {period} layers of {name}={value_text(getattr(config, name))}, "
+                "which every pipeline stage has in this order"
             )
             unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
-            return [Refusal(key, message, tuple(multiples_around(unit, at_once)))]
+            return [refuse(config, key, rule, *multiples_around(unit, at_once))]
     return []

@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, number_text, short_text
+from maxtext_lite.config.errors import Refusal, counted, number_text, refuse, short_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
 _ENDLESS = 2**62  # steps
-_START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
+_START = "per_device_batch_size_start"
+_INCREMENT = "per_device_batch_size_increment"
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,7 @@ def only_stage(batch: Batch) -> BatchStage:
 
 
 def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
-    """The stage of the next step once `examples_seen` examples have been consumed.
-
-    Raises:
-      ValueError: examples_seen is negative.
-    """
-    if examples_seen < 0:
-        raise ValueError(f"examples_seen={examples_seen} is negative")
+    """The stage of the next step once `examples_seen` examples have been consumed."""
     return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
 
 
@@ -104,7 +99,8 @@ class RampupBatchManager:
     mode: RampupMode = "per_device_batch_size"
 
     def __post_init__(self) -> None:
-        start, increment = self.per_device_batch_size_start, self.per_device_batch_size_increment
+        start = self.per_device_batch_size_start
+        increment = self.per_device_batch_size_increment
         if min(start, increment, self.global_rampup_samples, self.per_device_batch_size - start) <= 0:
             raise ValueError("a ramp goes up: 0 < start < target, and increment and samples above 0")
         if ((self.per_device_batch_size - start) / increment).denominator != 1:
@@ -136,12 +132,14 @@ class RampupBatchManager:
     def all_stages(self) -> tuple[BatchStage, ...]:
         """The stages of the ramp, then the one at the target, which lasts to the end of the run."""
         stages: list[BatchStage] = []
-        first_step, seen = 1, 0
+        first_step = 1
+        seen = 0
         for index in range(self.num_increments):
             batch = self._batch_of(self.per_device_batch_size_start + index * self.per_device_batch_size_increment)
             num_steps = math.ceil(self.samples_per_increment / batch.global_batch_to_train)
             stages.append(replace(batch, first_step=first_step, num_steps=num_steps, samples_before=seen))
-            first_step, seen = first_step + num_steps, seen + num_steps * batch.global_batch_to_train
+            first_step = first_step + num_steps
+            seen = seen + num_steps * batch.global_batch_to_train
         target = self._batch_of(self.per_device_batch_size)
         return (*stages, replace(target, first_step=first_step, samples_before=seen))
 
@@ -158,9 +156,11 @@ class RampupBatchManager:
     def _batch_of(self, size: Fraction) -> BatchStage:
         """A stage of b_k = `size`, as if the run consisted of it."""
         if self.mode == "per_device_batch_size":
-            per_device, accumulation = size, self.gradient_accumulation_steps
+            per_device = size
+            accumulation = self.gradient_accumulation_steps
         else:
-            per_device, accumulation = self.per_device_batch_size, int(size * self._unit)
+            per_device = self.per_device_batch_size
+            accumulation = int(size * self._unit)
         return BatchStage(per_device, accumulation, int(per_device * self.num_devices))
 
     @property
@@ -169,11 +169,7 @@ class RampupBatchManager:
         return self.last_stage.first_step - 1
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The stage of the next step once `examples_seen` examples have been consumed.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """The stage of the next step once `examples_seen` examples have been consumed."""
         return stage_at(self.all_stages, examples_seen)
 
     def batch_size_at(self, step: int) -> int:
@@ -210,14 +206,11 @@ class RampupBatchManager:
         }
 
 
-def make_rampup(
-    config: BatchConfig, batch: Batch | None, num_devices: int
-) -> RampupBatchManager | list[Refusal] | None:
-    """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
+def make_rampup(config: BatchConfig, batch: Batch | None, num_devices: int) -> RampupBatchManager | Refusal | None:
+    """The ramp of a config; None where it is off or its target unknown; or a rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
-    unit = _unit(config, batch, num_devices)
-    if broken := _not_whole_stages(config, batch, num_devices, unit) or _no_way_up(config, batch, unit):
+    if broken := _ramp_violation(config, batch, num_devices):
         return broken
     return RampupBatchManager(
         num_devices,
@@ -230,58 +223,36 @@ def make_rampup(
     )
 
 
-def _unit(config: BatchConfig, batch: Batch, num_devices: int) -> Fraction:
-    """What the start and the increment are multiples of: one example, or one accumulation step."""
-    if config.rampup_mode == "per_device_batch_size":
-        return Fraction(1, num_devices)
-    return batch.per_device_batch_size / batch.gradient_accumulation_steps
-
-
-def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Refusal]:
-    """Refuses a ramp of whole stages that does not rise to the target in whole increments."""
-    start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
+def _ramp_violation(config: BatchConfig, batch: Batch, num_devices: int) -> Refusal | None:
+    """Refuses stages that are not whole, and a ramp that does not rise to the target in whole increments."""
+    start = config.per_device_batch_size_start
+    increment = config.per_device_batch_size_increment
     target = batch.per_device_batch_size
+    unit = Fraction(1, num_devices)  # of the start and the increment: one example, or one accumulation step
+    unit_text = f"1 example on {counted(num_devices, 'device')}"
+    if config.rampup_mode == "gradient_accumulation_steps":
+        unit = target / batch.gradient_accumulation_steps
+        unit_text = f"per_device_batch_size / gradient_accumulation_steps={batch.gradient_accumulation_steps}"
+    for key in (_START, _INCREMENT):
+        size = getattr(config, key)
+        if (size / unit).denominator != 1:
+            rule = f"is not a multiple of {number_text(unit)}, {unit_text}"
+            return refuse(config, key, rule, *multiples_around(unit, size), _NO_RAMP)
     if start >= target:
         near = [target - increment] if target > increment else []
-        message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Refusal(_START, message, (*near, _NO_RAMP))]
+        return refuse(
+            config, _START, f"is not below the target per_device_batch_size={number_text(target)}", *near, _NO_RAMP
+        )
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
-        return []
-
+        return None
     whole = int((target - start) / unit)
     increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
-    near = (*around(increments, increment), _NO_RAMP)
-    if steps > _MOST_INCREMENTS:
-        message = (
-            f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
-            f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
-        )
-        return [Refusal(_INCREMENT, message, near)]
-    message = (
-        f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {number_text(steps)} increments, not a whole number."
+    rule = (
+        f"makes {number_text(steps)} increments of {_START}={number_text(start)} to "
+        f"per_device_batch_size={number_text(target)}, not a whole number of at most {_MOST_INCREMENTS:,}"
     )
-    return [Refusal(_INCREMENT, message, near)]
-
-
-def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Refusal]:
-    """Refuses stages that are not a whole number of examples, or of accumulation steps."""
-    target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
-    by_device = config.rampup_mode == "per_device_batch_size"
-    times = f"x {num_devices} device{'s' * (num_devices != 1)}"
-    if not by_device:
-        times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
-    what = "examples" if by_device else "accumulation steps"
-    return [
-        Refusal(
-            key,
-            f"{key}={number_text(value)} {times} = {number_text(value / unit)} {what}, not a whole number.",
-            (*multiples_around(unit, value), _NO_RAMP),
-        )
-        for key in (_START, _INCREMENT)
-        if ((value := getattr(config, key)) / unit).denominator != 1
-    ]
+    return refuse(config, _INCREMENT, rule, *around(increments, increment), _NO_RAMP)
 
 
 @dataclass(frozen=True)
@@ -342,26 +313,19 @@ class RunLength:
         return tuple(found)
 
     def step_examples(self, examples_seen: int) -> int:
-        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
+        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data."""
         batch = stage_at(self.stages, examples_seen).global_batch_to_train
         if self.stated_examples is None or examples_seen + batch <= self.stated_examples:
             return batch
-        return max(self.stated_examples - examples_seen, 0) if self.trains_short_batch else 0
+        if not self.trains_short_batch:
+            return 0
+        return max(self.stated_examples - examples_seen, 0)
 
     def steps_left(self, step: int, examples_seen: int) -> int:
         """Steps that remain after `step` steps that consumed `examples_seen` examples.
 
         Stated steps are simply counted. Epochs end with their examples, however many steps those took.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
         """
-        if min(step, examples_seen) < 0:
-            raise ValueError(f"step={step}, examples_seen={examples_seen}: neither may be negative")
         if self.stated_examples is None:
             assert self.stated_steps is not None
             return max(self.stated_steps - step, 0)
@@ -372,16 +336,14 @@ class RunLength:
         """(steps, examples) at the end of a run after `step` steps that consumed `examples_seen` examples.
 
         It is the same after each step of a run, and another one after a change of its batches or of its length.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
         """
         left = self.steps_left(step, examples_seen)
         return step + left, self.examples_after(left, examples_seen)
 
     def examples_after(self, steps: int, examples_seen: int) -> int:
         """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
-        left, seen = steps, examples_seen
+        left = steps
+        seen = examples_seen
         for stage, steps_of_stage in self._ahead(examples_seen):
             taken = min(left, steps_of_stage)
             left -= taken
@@ -395,7 +357,8 @@ class RunLength:
     def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
         """(whole batches that fit before the end of the data, examples seen after them)."""
         assert self.stated_examples is not None
-        steps, seen = 0, examples_seen
+        steps = 0
+        seen = examples_seen
         for stage, steps_of_stage in self._ahead(examples_seen):
             fitting = max(self.stated_examples - seen, 0) // stage.global_batch_to_train
             taken = min(fitting, steps_of_stage)
@@ -418,23 +381,17 @@ def derive_length(
     epochs = config.num_epochs
     stated = None if num_examples is None or epochs == 0 else epochs * num_examples
     if stated is not None and stated.denominator != 1:
-        return Refusal(
-            "num_epochs",
-            f"num_epochs={number_text(epochs)} x {num_examples} examples in the data = {number_text(stated)} "
-            "examples, not a whole number.",
-            (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs))),
-        )
+        rule = f"x {num_examples} examples in the data = {number_text(stated)} examples, not a whole number"
+        near = (*multiples_around(epochs / stated, epochs), Fraction(math.ceil(epochs)))
+        return refuse(config, "num_epochs", rule, *near)
     if stages is None or (epochs == 0 and config.steps == -1):
         return None
     examples = None if stated is None else int(stated)
     length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
     if num_examples is not None and epochs and not length.steps:
         wanted = stages[0].global_batch_to_train
-        message = (
-            f"num_epochs={number_text(epochs)} is {examples} examples, fewer than the {wanted} of one batch, and "
-            "last_batch=drop trains whole batches only: no step."
-        )
-        return Refusal("num_epochs", message, (Fraction(wanted, num_examples), {"last_batch": "train"}))
+        rule = f"is {examples} examples, fewer than the {wanted} of one batch, and last_batch=drop trains on no other"
+        return refuse(config, "num_epochs", rule, Fraction(wanted, num_examples), {"last_batch": "train"})
     return length
 
 
@@ -447,7 +404,8 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
       xp: the library of `u`, jax.numpy or numpy.
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    final, warmup = config.learning_rate_final_fraction, warmup_end(config, last)
+    final = config.learning_rate_final_fraction
+    warmup = warmup_end(config, last)
     decay_steps = max(last - warmup, 1)
     match config.learning_rate_schedule:
         case "cosine":
@@ -503,15 +461,9 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
         return []
     base = config.base_global_batch_size
     if base == 0:
-        key = "base_global_batch_size"
-        return [
-            Refusal(
-                key,
-                f"{key}=0 does not state the batch that learning_rate was tuned for, from which "
-                f"learning_rate_scaling={config.learning_rate_scaling} scales.",
-                () if batch is None else (batch.global_batch_to_train,),
-            )
-        ]
+        rule = f"does not state the batch from which learning_rate_scaling={config.learning_rate_scaling} scales"
+        nearest = () if batch is None else (batch.global_batch_to_train,)
+        return [refuse(config, "base_global_batch_size", rule, *nearest)]
     if batch is None or not config.scale_adam_with_batch:
         return []
     ratio = Fraction(batch.global_batch_to_train, base)
@@ -524,15 +476,11 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
         # The smallest decay that works, rounded up at enough digits to stay below 1.
         digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
         smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
-        broken.append(
-            Refusal(
-                key,
-                f"{key}={number_text(decay)} becomes {short_text(1 - ratio * forgotten)} with "
-                f"scale_adam_with_batch=true, not in [0, 1): beside base_global_batch_size={base} "
-                f"the largest batch is {largest}, not {batch.global_batch_to_train}.",
-                (smallest, {"scale_adam_with_batch": False}),
-            )
+        rule = (
+            f"becomes {short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true, not in [0, 1): beside "
+            f"base_global_batch_size={base} the largest batch is {largest}, not {batch.global_batch_to_train}"
         )
+        broken.append(refuse(config, key, rule, smallest, {"scale_adam_with_batch": False}))
     return broken
 
 

@@ -28,7 +28,8 @@ def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
     """
     rows = [*_batch_rows(plan), *_pipeline_rows(plan), *_length_rows(plan), *_optimizer_rows(plan)]
     if plan.diloco_num_replicas is not None:
-        replicas, shards = plan.diloco_num_replicas, plan.mesh["data"]
+        replicas = plan.diloco_num_replicas
+        shards = plan.mesh["data"]
         held = f"{_count(replicas, 'replica')}, {replicas // shards} on each part of the data axis ({shards})"
         rows.append(("local updates", f"{held}, synchronised every {plan.diloco_sync_period} steps"))
     rows += [*_rampup_rows(plan), *_memory_rows(plan.memory), *more]
@@ -59,10 +60,15 @@ def _decimal(value: Fraction) -> str:
 
 
 def _batch_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    devices, accumulation = _count(plan.num_devices, "device"), plan.gradient_accumulation_steps
-    per_device, examples = number_text(plan.per_device_batch_size), _count(plan.global_batch_to_train, "example")
-    micro, slots = _count(plan.micro_batch_to_train, "example"), _count(plan.micro_batch_slots, "slot")
-    mesh, rows, tokens = mesh_text(plan.mesh, "all mesh axes 1"), plan.rows_per_example, plan.max_target_length
+    devices = _count(plan.num_devices, "device")
+    accumulation = plan.gradient_accumulation_steps
+    per_device = number_text(plan.per_device_batch_size)
+    examples = _count(plan.global_batch_to_train, "example")
+    micro = _count(plan.micro_batch_to_train, "example")
+    slots = _count(plan.micro_batch_slots, "slot")
+    mesh = mesh_text(plan.mesh, "all mesh axes 1")
+    rows = plan.rows_per_example
+    tokens = plan.max_target_length
     yield "num_devices", f"{plan.num_devices} = {mesh}, on {_count(plan.num_hosts, 'host')}"
     if plan.rl is not None:
         yield from plan.rl.rows()
@@ -83,9 +89,11 @@ def _batch_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _reading_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    per_device, devices = number_text(plan.eval_per_device_batch_size), _count(plan.num_devices, "device")
+    per_device = number_text(plan.eval_per_device_batch_size)
+    devices = _count(plan.num_devices, "device")
     yield "eval batch", f"{_count(plan.eval_batch_examples, 'example')} = {per_device} per device x {devices}"
-    factor, share = plan.expansion_factor_real_data, plan.examples_per_loading_host
+    factor = plan.expansion_factor_real_data
+    share = plan.examples_per_loading_host
     exact = plan.global_batch_to_train * factor
     rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
     examples = _count(plan.global_batch_to_train, "example")
@@ -100,10 +108,12 @@ def _reading_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _pipeline_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
+    micro = plan.micro_batch_to_train
+    pieces = plan.num_pipeline_microbatches
     if plan.num_pipeline_stages == 1:
         return
-    size, uneven = _count(plan.pipeline_microbatch_size, "example"), "" if micro % pieces == 0 else ", rounded up"
+    size = _count(plan.pipeline_microbatch_size, "example")
+    uneven = "" if micro % pieces == 0 else ", rounded up"
     yield "pipeline_microbatch_size", f"{size} = micro-batch {micro} / {pieces} pipeline microbatches{uneven}"
     yield "pipeline_bubble_fraction", _bubble_text(plan)
     if len(plan.pipeline_schedules) > 1:
@@ -114,8 +124,11 @@ def _pipeline_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _bubble_text(plan: BatchPlan) -> str:
-    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
-    accumulation, bubble = plan.gradient_accumulation_steps, f"{float(plan.pipeline_bubble_fraction):.4g}"
+    stages = plan.num_pipeline_stages
+    pieces = plan.num_pipeline_microbatches
+    repeats = plan.num_pipeline_repeats
+    accumulation = plan.gradient_accumulation_steps
+    bubble = f"{float(plan.pipeline_bubble_fraction):.4g}"
     if plan.pipeline_schedule == "1f1b":
         return (
             f"{bubble} = 2 x ({stages} stages - 1) / ({accumulation} accumulation x {pieces} microbatches + "
@@ -135,7 +148,8 @@ def _bubble_text(plan: BatchPlan) -> str:
 
 
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
+    total = plan.total_examples
+    tokens = plan.rows_per_example * plan.max_target_length
     rows = [("steps", f"{plan.steps}: {_count(total, 'example')}, {total * tokens} tokens")]
     step, seen = plan.length.done
     if step:
@@ -153,8 +167,10 @@ def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    scaling, multiplier = plan.scaling, plan.learning_rate_multiplier
-    ratio, rate = short_text(scaling.batch_ratio), scaling.scaled["learning_rate"]
+    scaling = plan.scaling
+    multiplier = plan.learning_rate_multiplier
+    ratio = short_text(scaling.batch_ratio)
+    rate = scaling.scaled["learning_rate"]
     if scaling.rule == "none":
         return [("learning_rate", f"{rate:g} = {plan.learning_rate:g} x {multiplier:g}")]
     root = "root of " if scaling.rule == "sqrt" else ""
@@ -167,7 +183,8 @@ def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     base = plan.global_batch_to_train / scaling.batch_ratio
     rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={short_text(base)}")]
     for key, formula in how.items():
-        old, new = scaling.configured[key], scaling.scaled[key]
+        old = scaling.configured[key]
+        new = scaling.scaled[key]
         if new != old:
             rows.append((key, f"{old:g} -> {new:g} = {formula}"))
         elif key == "learning_rate":
@@ -180,7 +197,8 @@ def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
     if ramp is None:
         return
     done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
-    target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
+    target = number_text(ramp.per_device_batch_size)
+    start = number_text(ramp.per_device_batch_size_start)
     increment = number_text(ramp.per_device_batch_size_increment)
     yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
     each = short_text(ramp.samples_per_increment)

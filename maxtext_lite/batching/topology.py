@@ -51,54 +51,61 @@ def mesh_key(scope: Scope, axis: str) -> str:
     return f"{scope}_{_WORD.get(axis, axis)}_parallelism"
 
 
-MESH_KEYS: tuple[str, ...] = (
-    *(mesh_key("ici", axis) for axis in MESH_AXES),
-    *(mesh_key("dcn", axis) for axis in MESH_AXES),
-)
+_ICI_KEYS = {mesh_key("ici", axis): axis for axis in MESH_AXES}
+_DCN_KEYS = {mesh_key("dcn", axis): axis for axis in MESH_AXES}
+_AXIS_OF_KEY = _ICI_KEYS | _DCN_KEYS
+MESH_KEYS = tuple(_AXIS_OF_KEY)
 """The twelve keys whose product is num_devices."""
-_DATA, _FSDP = mesh_key("ici", "data"), mesh_key("ici", "fsdp")
+_DATA = mesh_key("ici", "data")
+_FSDP = mesh_key("ici", "fsdp")
 
 
 def topology_violations(topology: Topology) -> list[Refusal]:
-    """The rules that the machine itself breaks."""
-    devices, hosts = topology.num_devices, topology.num_hosts
-    broken: list[Refusal] = []
+    """The rule that the machine itself breaks, if any."""
+    devices = topology.num_devices
+    hosts = topology.num_hosts
     for key, number in (("num_devices", devices), ("num_hosts", hosts)):
         if not 1 <= number <= MOST_DEVICES:
-            message = f"{key}={value_text(number)} must be from 1 to {MOST_DEVICES}."
-            broken.append(Refusal(key, message, (1,)))
-    if not broken and devices % hosts:
+            return [Refusal(key, f"{key}={value_text(number)} must be from 1 to {MOST_DEVICES}.", (1,))]
+    if devices % hosts:
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
-        broken.append(Refusal("num_hosts", message, tuple(divisors_around(devices, hosts))))
-    return broken
+        return [Refusal("num_hosts", message, tuple(divisors_around(devices, hosts)))]
+    return []
 
 
 def resolve_mesh(config: Config, num_devices: int) -> MeshSizes | Refusal:
     """The axis sizes with -1 filled in, or the rule that they break."""
-    sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
+    sizes = {key: int(getattr(config, key)) for key in MESH_KEYS}
     open_keys = [key for key, size in sizes.items() if size == -1]
     fixed = {key: size for key, size in sizes.items() if size > 1}
     product = math.prod(fixed.values())
+    product_text = " x ".join(f"{key}={size}" for key, size in fixed.items())
     if len(open_keys) > 1:
-        return _too_many_open(open_keys, num_devices)
-    if open_keys:
-        if num_devices % product:
-            return _not_dividing(config, fixed, product, open_keys[0], num_devices)
-        sizes[open_keys[0]] = num_devices // product
-    elif product != num_devices:
-        return _wrong_product(config, fixed, product, num_devices)
-    ici = {axis: sizes[mesh_key("ici", axis)] for axis in MESH_AXES}
-    dcn = {axis: sizes[mesh_key("dcn", axis)] for axis in MESH_AXES}
-    return MeshSizes(ici, dcn)
+        named = " and ".join(f"{key}=-1" for key in open_keys)
+        message = f"{named}: only one of the mesh axes may be -1."
+        return Refusal(open_keys[-1], message, tuple(divisors_around(num_devices, 0)))
+    if open_keys and num_devices % product:
+        key = max(fixed, key=lambda key: num_devices % fixed[key] != 0)
+        message = f"{product_text} does not divide the {num_devices} devices, which {open_keys[0]}=-1 fills."
+        return Refusal(key, message, tuple(mesh_changes(config, num_devices, key, fixed[key])))
+    if not open_keys and product != num_devices:
+        key = list(fixed)[-1] if fixed else _FSDP
+        message = f"{product_text or f'{key}=1'} covers {product} of {num_devices} devices."
+        return Refusal(key, message, tuple(mesh_changes(config, num_devices, key, fixed.get(key, 1))))
+    for key in open_keys:
+        sizes[key] = num_devices // product
+    return _mesh_sizes(sizes)
 
 
 def stated_axes(config: MeshConfig) -> MeshSizes:
     """The axes as far as the config states them, for checking other rules; -1 counts as 1."""
+    return _mesh_sizes({key: max(int(getattr(config, key)), 1) for key in MESH_KEYS})
 
-    def sizes(scope: Scope) -> dict[str, int]:
-        return {axis: max(int(getattr(config, mesh_key(scope, axis))), 1) for axis in MESH_AXES}
 
-    return MeshSizes(sizes("ici"), sizes("dcn"))
+def _mesh_sizes(sizes: Mapping[str, int]) -> MeshSizes:
+    ici = {axis: sizes[key] for key, axis in _ICI_KEYS.items()}
+    dcn = {axis: sizes[key] for key, axis in _DCN_KEYS.items()}
+    return MeshSizes(ici, dcn)
 
 
 _SPLIT = {
@@ -117,9 +124,9 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
 
 
-def mesh_text(mesh: Mapping[str, int], per_tensor_axes: str = "one device") -> str:
-    """`fsdp 4 x tensor 2`: the axes that split something; `per_tensor_axes` where none does."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or per_tensor_axes
+def mesh_text(mesh: Mapping[str, int], otherwise: str = "one device") -> str:
+    """`fsdp 4 x tensor 2`: the axes that split something; `otherwise` where none does."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or otherwise
 
 
 SPLIT_TOGETHER = {
@@ -135,11 +142,11 @@ CHUNKS = {"fsdp": 1, "tensor": 1, "context": 2, "expert": 1}
 
 def _parts_of_model(config: Config, key: str) -> int:
     """What the size of a mesh axis must divide for the model; 0, which all sizes divide, where it splits no dim."""
-    axis = {mesh_key(scope, each): each for scope in ("ici", "dcn") for each in MESH_AXES}[key]
+    axis = _AXIS_OF_KEY[key]
     if axis not in SPLIT_TOGETHER:
         return 0
-    keys = [mesh_key(scope, each) for scope in ("ici", "dcn") for each in SPLIT_TOGETHER[axis]]
-    others = math.prod(max(getattr(config, other), 1) for other in keys if other != key)
+    keys = [other for other, each in _AXIS_OF_KEY.items() if each in SPLIT_TOGETHER[axis] and other != key]
+    others = math.prod(max(getattr(config, other), 1) for other in keys)
     return math.gcd(*model_dimensions(config, axis).values()) // (others * CHUNKS[axis])
 
 
@@ -169,36 +176,6 @@ def mesh_changes(config: Config, num_devices: int, key: str, size: int) -> list[
         if rest in stated and left > 1:
             with_rest.append({key: near, rest: stated[rest] * left})
     return [*alone, *with_rest]
-
-
-def _product_text(fixed: Mapping[str, int]) -> str:
-    return " x ".join(f"{key}={size}" for key, size in fixed.items())
-
-
-def _too_many_open(open_keys: list[str], num_devices: int) -> Refusal:
-    last = open_keys[-1]
-    scopes = {key[:3] for key in open_keys}
-    why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
-    named = " and ".join(f"{key}=-1" for key in open_keys)
-    return Refusal(last, f"{named}: {why} may be -1.", tuple(divisors_around(num_devices, 0)))
-
-
-def _not_dividing(config: Config, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Refusal:
-    key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
-    total = "" if len(fixed) == 1 else f" = {product}"
-    product_text = f"{_product_text(fixed)}{total}"
-    message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
-    return Refusal(key, message, tuple(mesh_changes(config, num_devices, key, size)))
-
-
-def _wrong_product(config: Config, fixed: Mapping[str, int], product: int, num_devices: int) -> Refusal:
-    last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
-    message = (
-        f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
-        if fixed
-        else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
-    )
-    return Refusal(last, message, tuple(mesh_changes(config, num_devices, last, fixed.get(last, 1))))
 
 
 def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:

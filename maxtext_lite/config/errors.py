@@ -94,10 +94,7 @@ def without_secrets(text: str) -> str:
 
 def value_text(value: object, most: int = 120) -> str:
     """`full_text` for a message: of more than `most` characters, the first ones and the number of them all."""
-    try:
-        text = str(value) if isinstance(value, str) else full_text(value)
-    except RecursionError:
-        return "a value that is nested too deeply"
+    text = value if isinstance(value, str) else full_text(value)
     shown = full_text(text[: most + 1])
     if len(shown) <= most:
         return shown

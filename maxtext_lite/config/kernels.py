@@ -202,7 +202,8 @@ def kernel_named(name: str) -> Kernel:
 def lacking(kernel: str, needs: Needs) -> list[str]:
     """The needs that a kernel does not support, in words; [] for a suitable one."""
     traits = kernel_named(kernel)
-    most, multiple = traits.most_head_dim, traits.head_dim_multiple
+    most = traits.most_head_dim
+    multiple = traits.head_dim_multiple
     missing = {
         "several documents in a row": needs.documents and "documents" in traits.lacks,
         "chunks, which a kernel treats as documents": needs.chunks and "documents" in traits.lacks,
@@ -242,7 +243,8 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
     Raises:
       ValueError: the named kernel cannot run there; the message says why.
     """
-    name, passed_over = config.attention, dict[str, str]()
+    name = config.attention
+    passed_over = dict[str, str]()
     if name != "auto":
         if reasons := _obstacles(name, config, accelerator, num_context_shards):
             nearest = attention_kernel(config.model_copy(update={"attention": "auto"}), accelerator, num_context_shards)
@@ -284,7 +286,8 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
 
 def _unsuited(kernel: str, config: Config, num_context_shards: int) -> list[str]:
     """Why a kernel runs a config on no device."""
-    traits, length = kernel_named(kernel), config.max_target_length
+    traits = kernel_named(kernel)
+    length = config.max_target_length
     reasons: list[str] = []
     if not is_there(traits.computes):
         reasons.append("it is not installed")

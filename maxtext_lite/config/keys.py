@@ -346,40 +346,6 @@ _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})\Z")
 _MOST_STEPS = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class TracedSteps:
-    """The steps that the profiler traces.
-
-    Attributes:
-      count: the number of steps after each start of the run, where no range is given.
-      steps: the first and the last step of the run to trace; None: `count` applies.
-    """
-
-    count: int = 0
-    steps: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, value: int | str) -> "TracedSteps":
-        """The steps named by a value of `profiler_steps`."""
-        if isinstance(value, int):
-            return cls(value)
-        first, last = map(int, value.split("-"))
-        return cls(steps=(first, last))
-
-    def last_from(self, step: int, steps_here: int, first_here: int) -> int | None:
-        """The last step of the trace that begins at this step; None: none begins.
-
-        Args:
-          steps_here: the position of this step among those of the process, from 1.
-          first_here: the position of the step at which a trace of `count` steps begins.
-        """
-        if self.steps is not None:
-            first, last = self.steps
-            begins = step == first or (steps_here == 1 and first < step <= last)  # as after a restart within the range
-            return last if begins else None
-        return step + self.count - 1 if self.count and steps_here == first_here else None
-
-
 def _traced_steps(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS:
         return value
@@ -398,7 +364,8 @@ def _some_of(find_known: Callable[[], Sequence[str]]) -> BeforeValidator:
             value = list(listed(inside))
         if not isinstance(value, list):
             raise WrongType("is not a list of names.")
-        given, known = cast("list[object]", value), find_known()
+        given = cast("list[object]", value)
+        known = find_known()
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
@@ -913,7 +880,7 @@ class Config(
     fingerprint_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of its own that a run's continuation must share."""
 
-    _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 
     @classmethod
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:
@@ -928,21 +895,14 @@ class Config(
     def with_origins(self, origins: Mapping[str, str]) -> "Config":
         """The same values with these origins."""
         copy = self.model_copy()
-        copy._origins = MappingProxyType(dict(origins))  # safe: only this function has the copy
+        copy._origins = dict(origins)
         return copy
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # pydantic's equality, but not its hash, includes the origins
         return hash(tuple(self.__dict__.items()))
-
-    def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        return _restore, (type(self), dict(self.__dict__), dict(self._origins))
-
-
-def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, str]) -> Config:
-    return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
 
 
 def keys_of(kind: type[Config]) -> tuple[str, ...]:

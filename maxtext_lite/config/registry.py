@@ -33,7 +33,6 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "config_provider": {"huggingface": "maxtext_lite.hf.directory:provide"},
     "estimate": {
         "activations": "maxtext_lite.analysis.memory:estimate_activations",
-        "advice": "maxtext_lite.analysis.laws:advice_of_run",
         "evaluation": "maxtext_lite.analysis.memory:evaluation_warnings",
         "memory": "maxtext_lite.analysis.memory:estimate_memory",
     },
@@ -52,6 +51,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "trackers": "maxtext_lite.operations.trackers:TrackersHook",
         "profiler": "maxtext_lite.operations.profiler:ProfileHook",
         "kernel_check": "maxtext_lite.operations.kernel_check:KernelCheckHook",
+        "advice": "maxtext_lite.analysis.advice_hook:AdviceHook",
         "spikes": "maxtext_lite.operations.spikes:SpikesHook",
     },
     "lock": {"lease": "maxtext_lite.operations.lock:hold"},
@@ -91,7 +91,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
   `config.load.Provided`.
 - `diagnosis`: a sentence on why a step was not finite, or on the nearest step that needs less memory.
 - `documents`: what renders a prepared dataset's documents that are conversations.
-- `estimate`: what a plan says about memory, and the advice about batch sizes at the end of a run.
+- `estimate`: what a plan says about memory.
 - `hook`: makes a hook, see `training.hooks`: the library's own, and for the key hooks those of other packages.
 - `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.

@@ -162,11 +162,16 @@ def _steps(least: int, whole: str, special: int | None = None) -> BeforeValidato
         number = exact(stated)
         if 0 < number < 1 or (isinstance(stated, int) and (least <= number <= _LARGEST_COUNT or number == special)):
             return number if number.denominator > 1 else int(number)
-        near = dict.fromkeys((math.floor(number), math.ceil(number)))
-        legal = [each for each in near if least <= each <= _LARGEST_COUNT or each == special]
-        raise WrongType(f"{rule}.", legal or [least if number < least else _LARGEST_COUNT])
+        raise WrongType(f"{rule}.", _integers_near(number, least, _LARGEST_COUNT))
 
     return BeforeValidator(check)
+
+
+def _integers_near(number: float | Fraction, least: int, most: int) -> list[int]:
+    """The integers below and above a number, between `least` and `most`."""
+    below = min(max(math.floor(number), least), most)
+    above = min(max(math.ceil(number), least), most)
+    return [below] if below == above else [below, above]
 
 
 def _serialized(value: int | Fraction) -> int | float | str:
@@ -342,7 +347,8 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
       kind: has the key.
       name: of the key for the user; "": that in `kind`.
     """
-    key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
+    key = name or ".".join(map(str, detail["loc"]))
+    value = value_text(detail["input"])
     field = kind.model_fields[str(detail["loc"][0])]
     wrong = detail.get("ctx", {}).get("error")
     if detail["type"] == "literal_error":
@@ -354,13 +360,12 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
 
 def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     """The legal numbers next to a wrong one, by pydantic's error."""
-    stated, bound = detail["input"], detail.get("ctx", {})
+    stated = detail["input"]
+    bound = detail.get("ctx", {})
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
         least = next((each.ge for each in field.metadata if hasattr(each, "ge")), 0)
         most = next((each.le for each in field.metadata if hasattr(each, "le")), _LARGEST_COUNT)
-        near = dict.fromkeys((math.floor(stated), math.ceil(stated)))
-        legal = [number for number in near if least <= number <= most]
-        return tuple(legal or [least if stated < least else most])
+        return tuple(_integers_near(stated, least, most))
     if "ge" in bound:
         return (bound["ge"],)
     if "le" in bound:

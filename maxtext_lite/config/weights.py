@@ -106,9 +106,10 @@ class Weight:
 
     def adapters(self, rank: int) -> "tuple[Weight, Weight]":
         """LoRA's matrices for it, [.., in, rank] and [.., rank, out], sharded like it."""
-        of_each = ((self.dims, "r"), (self.sizes, rank), (self.axes, "lora_rank"))
-        a, b = zip(*(halves(self.axes, dims, between) for dims, between in of_each), strict=True)
-        return Weight(*a, start="normal"), Weight(*b, start="zeros")
+        a_dims, b_dims = halves(self.axes, self.dims, "r")
+        a_sizes, b_sizes = halves(self.axes, self.sizes, rank)
+        a_axes, b_axes = halves(self.axes, self.axes, "lora_rank")
+        return Weight(a_dims, a_sizes, a_axes, "normal"), Weight(b_dims, b_sizes, b_axes, "zeros")
 
 
 WeightTable = dict[str, Weight]
@@ -221,8 +222,11 @@ class ModelShape:
     @property
     def layers_of(self) -> dict[str, tuple[int, ...]]:
         """The numbers of the layers that have each of the mixers."""
-        mixers, layers = self.mixers, range(self.num_layers)
-        return {mixer: tuple(layer for layer in layers if mixers[layer % len(mixers)] == mixer) for mixer in mixers}
+        mixers = self.mixers
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(mixers, ())
+        for layer in range(self.num_layers):
+            found[mixers[layer % len(mixers)]] += (layer,)
+        return found
 
     def stack_name(self, layer: int) -> str | None:
         """The name below "layers" of the stack that has a layer; None: there is one stack."""
@@ -239,7 +243,8 @@ class ModelShape:
 
         The stacks below "layers" are split over pipeline stages.
         """
-        first, rest = self.num_dense_layers, range(self.num_dense_layers, self.num_layers)
+        first = self.num_dense_layers
+        rest = range(self.num_dense_layers, self.num_layers)
         stacks = {"dense_layers": tuple(range(first))} if first else {}
         if self.stack_name(first) is None:
             return {**stacks, "layers": tuple(rest)}
@@ -466,7 +471,8 @@ EXPERT_BIASES = {
 
 def expert_weights(shape: ModelShape) -> WeightTable:
     """The weights of a layer's experts, their router and the shared expert."""
-    experts, weight = shape.experts, shape.weight
+    experts = shape.experts
+    weight = shape.weight
     assert experts is not None
     table = {"router": weight("D E", "embed router")}
     table |= {name: weight(*line) for name, line in EXPERT_WEIGHTS.items()}

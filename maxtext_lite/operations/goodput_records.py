@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pydantic
+
 STEP_PHASES = ("step", "rollout")
 """The phases of a step; in reinforcement learning its responses are sampled first."""
-_LARGEST = 1e15  # of a sound number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,39 +60,28 @@ def spent(starts: Sequence[Start]) -> dict[str, float]:
     return {name: max(seconds, 0.0) for name, seconds in found.items()}
 
 
-def goodput(starts: Sequence[Start]) -> float | None:
-    """The share of a run's time spent on steps that count; None before any time has passed."""
-    seconds = spent(starts)
-    total = sum(seconds.values())
-    return seconds["training"] / total if total else None
-
-
 def goodput_text(starts: Sequence[Start]) -> str:
     """A sentence on the goodput of a run; "" before any time has passed."""
-    seconds, share = spent(starts), goodput(starts)
-    if share is None:
+    seconds = spent(starts)
+    total = sum(seconds.values())
+    if not total:
         return ""
     rest = sorted(((s, name) for name, s in seconds.items() if name != "training" and s >= 0.05), reverse=True)
     other = ", ".join(f"{name} {s:,.1f}" for s, name in rest) or "nothing"
     count = f"{len(starts)} start" + ("" if len(starts) == 1 else "s")
+    training = seconds["training"]
     return (
-        f"goodput {share:.1%}: {seconds['training']:,.1f} s of {sum(seconds.values()):,.1f} in {count} were spent on "
-        f"steps that count; the rest, in seconds: {other}"
+        f"goodput {training / total:.1%}: {training:,.1f} s of {total:,.1f} in {count} were spent on steps that count; "
+        f"the rest, in seconds: {other}"
     )
+
+
+_STARTS = pydantic.TypeAdapter(list[Start])
 
 
 def starts_of(found: Any) -> list[Start]:
     """The starts in the content of goodput.json; none where it is damaged."""
     try:
-        starts = [Start(**each) for each in found["starts"]]
-        return starts if all(map(_is_sound, starts)) else []
-    except (KeyError, TypeError, AttributeError):
+        return _STARTS.validate_python(found["starts"])
+    except (KeyError, TypeError, pydantic.ValidationError):
         return []
-
-
-def _is_sound(start: Start) -> bool:
-    steps = start.first_step, start.last_step, start.kept_step
-    numbers = [start.began, start.ended, *steps, *start.seconds.values()]
-    return all(type(each) is int for each in steps) and all(
-        type(each) in (int, float) and -_LARGEST < each < _LARGEST for each in numbers
-    )

@@ -9,7 +9,6 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import WriteError
-from maxtext_lite.config.keys import TracedSteps
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.run import TrainingRun
@@ -22,6 +21,21 @@ ON_DEMAND = "profile"
 STEPS_ON_DEMAND = 3
 _LOOK_SECONDS = 1.0
 _MOST_DIGITS = 3  # of a demand
+
+
+def last_traced_step(profiler_steps: int | str, step: int, steps_here: int) -> int | None:
+    """The last step of the trace that begins at this step; None: none begins.
+
+    Args:
+      profiler_steps: the number of steps after each start of the run, or a range of its steps, as 100-104.
+      steps_here: the position of this step among those of the process, from 1.
+    """
+    if isinstance(profiler_steps, int):
+        begins = profiler_steps > 0 and steps_here == FIRST_STEP
+        return step + profiler_steps - 1 if begins else None
+    first, last = map(int, profiler_steps.split("-"))
+    begins = step == first or (steps_here == 1 and first < step <= last)  # as after a restart within the range
+    return last if begins else None
 
 
 class ProfileHook(Hook):
@@ -38,7 +52,7 @@ class ProfileHook(Hook):
     def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._is_on = run.is_first
         self._directory = run.files.directory / "tensorboard"
-        self._asked = TracedSteps.of(run.config.profiler_steps)
+        self._profiler_steps = run.config.profiler_steps
         self._demand = None if is_bucket(run.directory) else run.directory / ON_DEMAND
         self._done_before = counts.step
 
@@ -48,7 +62,8 @@ class ProfileHook(Hook):
         if self._last is not None and step > self._last:
             self.after_last_step()
         if self._last is None:
-            self._last = self._asked.last_from(step, step - self._done_before, FIRST_STEP) or self._demanded(step)
+            steps_here = step - self._done_before
+            self._last = last_traced_step(self._profiler_steps, step, steps_here) or self._demanded(step)
             if self._last is not None:
                 jax.profiler.start_trace(str(self._directory))
 

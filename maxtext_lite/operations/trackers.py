@@ -20,7 +20,6 @@ from maxtext_lite.batching import format_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, without_secrets, writing
 from maxtext_lite.config.keys import listed
-from maxtext_lite.config.records import as_object
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
@@ -180,12 +179,11 @@ class Service(Tracker):
     """
 
     def __init__(self, module: Any, config: Config, directory: Path, say: Callable[[str], None]):
-        self._name, self._say, self._lost = type(self).__name__.lower(), say, False
+        self._name = type(self).__name__.lower()
+        self._say = say
+        self._is_lost = False
         path = directory / FILE
-        ids = _known_ids(path)
-        if ids is None:
-            say(f"warning: {FILE} is damaged: from here on this is a new run at {self._name}.")
-            ids = {}
+        ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         known = ids.get(self._name)
         found = self._start(module, config, directory, known)
         if found != known:
@@ -204,12 +202,12 @@ class Service(Tracker):
 
     def _send(self, call: Callable[..., object], *arguments: Any, **named: Any) -> None:
         """Calls the service, unless an earlier call failed; the first failure is a warning."""
-        if self._lost:
+        if self._is_lost:
             return
         try:
             call(*arguments, **named)
         except Exception as error:  # noqa: BLE001  # of another's library; no run of months is to end for a chart
-            self._lost = True
+            self._is_lost = True
             self._say(f"warning: log_to={self._name}: {_first_line(error)}. It is told nothing more by this start.")
 
 
@@ -292,18 +290,6 @@ class Prometheus(Tracker):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _known_ids(path: Path) -> dict[str, str] | None:
-    """The id of the run at each service; None where the file is damaged."""
-    try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
-        return None
-    ids = as_object(found)
-    return ids if isinstance(found, dict) and all(isinstance(each, str) for each in ids.values()) else None
 
 
 def _stated(config: Config) -> dict[str, Any]:

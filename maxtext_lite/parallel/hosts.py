@@ -29,8 +29,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config.errors import UserError, writing
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
-from maxtext_lite.config.phases import EXIT_HANGS, observers, phases
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import EXIT_HANGS, observers, phases, status_line
 from maxtext_lite.parallel.coordination import coordinator_address, detected_tpus
 from maxtext_lite.parallel.mesh import over_all_devices, sharding
 

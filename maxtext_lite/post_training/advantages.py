@@ -19,8 +19,6 @@ def group_advantages(reward_N: np.ndarray, num_generations: int, scale: Literal[
     Args:
       reward_N: float64, in consecutive groups of `num_generations` responses to one prompt; NaN without a reward.
       scale: group: divided by the group's sample standard deviation (over n - 1) + 1e-4; none: not divided.
-    Raises:
-      ValueError: the rewards are not whole groups.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; not divided: Liu et al. 2025, arXiv:2503.20783.
     """
     groups = _groups(reward_N, num_generations)
@@ -57,8 +55,6 @@ def equal_groups_fraction(reward_N: np.ndarray, num_generations: int) -> float:
 
 def _groups(reward_N: np.ndarray, num_generations: int) -> np.ndarray:
     """[groups, num_generations], float64."""
-    if num_generations < 1 or reward_N.ndim != 1 or not reward_N.size or reward_N.size % num_generations:
-        raise ValueError(f"rewards of shape {reward_N.shape} are not whole groups of {num_generations}")
     return reward_N.astype(np.float64).reshape(-1, num_generations)
 
 

@@ -11,7 +11,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from jax.stages import Wrapped
@@ -53,8 +52,12 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters are the identity
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
         if run.is_first:
-            with writing(run.directory / FILE):
-                _write(run.files.directory / FILE, tables)
+            with (
+                writing(run.directory / FILE),
+                replacing(run.files.directory / FILE) as partial,
+                partial.open("wb") as file,
+            ):
+                np.savez(file, allow_pickle=False, **tables)
         say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"
@@ -87,37 +90,24 @@ def _find(run: TrainingRun, eval_step: Wrapped, params: Params, source: ExampleS
     return found
 
 
-def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
-    with replacing(path) as partial, partial.open("wb") as file:
-        np.savez(file, allow_pickle=False, **tables)
-
-
 def _read(run: TrainingRun, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """The tables in the first host's file, on every host."""
     path = run.files.directory / FILE
-    found, state = None, "gone"
-    if value_of_host(0, run.is_first and path.is_file()):
-        content = bytes_of_host(0, _content(path) if run.is_first else b"")
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as tables:
-                found = dict(tables.items())  # reading a table checks its CRC-32
-        except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            state = f"damaged ({value_text(error)})"
-    if found is None:
-        raise UserError(
-            f"{path} is {state}, which holds the reference of the run. Use another run_name, with "
-            f"load_parameters_path={run.directory} to continue from its parameters as a new reference."
-        )
+    remedy = (
+        f"Use another run_name, with load_parameters_path={run.directory} to continue from its parameters as a new "
+        "reference."
+    )
+    if not value_of_host(0, run.is_first and path.is_file()):
+        raise UserError(f"{path} is gone, which holds the reference of the run. {remedy}")
+    content = bytes_of_host(0, path.read_bytes() if run.is_first else b"")
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as tables:
+            found = dict(tables.items())  # reading a table checks its CRC-32
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}, the reference of the run, is damaged ({value_text(error)}). {remedy}") from None
     if any(source.fingerprint not in found for source in sources):
         raise UserError(
             f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use the "
             "pairs that the run began with, or another run_name."
         )
     return found
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # the other hosts wait for the content; an empty one is refused on all
-        return b""

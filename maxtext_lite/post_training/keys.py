@@ -421,17 +421,15 @@ def _eval_sampling(config: RLRunConfig) -> Refusal | None:
     return refuse(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
 
 
-def server_address(url: str) -> urllib.parse.SplitResult | None:
-    """The parts of a server's url; None if it is invalid."""
-    # urlsplit drops some control characters, and a request's line would end at a space.
-    if not (url.isascii() and url.isprintable() and " " not in url):
-        return None
+def _is_server_address(url: str) -> bool:
+    if not (url.isascii() and url.isprintable() and " " not in url):  # urlsplit drops some control characters
+        return False
     try:
         parts = urllib.parse.urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
+        is_named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
     except ValueError:
-        return None
-    return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
+        return False
+    return is_named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
 
 
 def _rollout(config: RLRunConfig) -> Refusal | None:
@@ -444,7 +442,7 @@ def _rollout(config: RLRunConfig) -> Refusal | None:
     if not url:
         message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
         return Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
-    if server_address(url) is None:
+    if not _is_server_address(url):
         rule = "is not http:// or https:// and a host, perhaps with a port and a path"
         return refuse(config, "rollout_url", rule, example)
     if is_bucket(config.base_output_directory):

@@ -10,6 +10,7 @@ devices and its collectives continue.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -61,7 +61,7 @@ class Completion(NamedTuple):
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Scores:
     """The rewards of N pairs.
 
@@ -102,15 +102,16 @@ class Scores:
     def to_json(self) -> dict[str, Any]:
         """The argument of `from_json`."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}
-        arrays = {"total": self.total.tolist(), "has_failed": self.has_failed.tolist()}
-        return {**vars(self), **arrays, "by_name": by_name}
+        fields = {"total": self.total.tolist(), "by_name": by_name, "has_failed": self.has_failed.tolist()}
+        return {**vars(self), **fields}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: dict[str, Any]) -> Self:
         """The scores of which `to_json` returned these fields."""
-        by_name = {name: np.array(values, np.float64) for name, values in fields["by_name"].items()}
-        arrays = {"total": np.array(fields["total"], np.float64), "has_failed": np.array(fields["has_failed"], bool)}
-        return cls(**{**fields, **arrays, "by_name": by_name})
+        found = cls(**fields)
+        by_name = {name: np.array(values, np.float64) for name, values in found.by_name.items()}
+        total = np.array(found.total, np.float64)
+        return dataclasses.replace(found, total=total, by_name=by_name, has_failed=np.array(found.has_failed, bool))
 
 
 class Rewards:

@@ -15,13 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.inference.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
 from maxtext_lite.parallel import Params, num_shards, sharding, vmap_over_data
 from maxtext_lite.post_training.transfer import Transfer
-from maxtext_lite.training.state import abstract_on_mesh
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
@@ -140,8 +137,6 @@ class LocalEngine:
 
     Attributes:
       decode_steps: decode steps of all slots in the last call of `generate`.
-    Raises:
-      UserError: the slots or the parameters cannot be split over the mesh.
     """
 
     def __init__(
@@ -156,20 +151,15 @@ class LocalEngine:
         seed: int,
         refill_fraction: float = 0.125,
     ):
-        self._decoder, self._mesh = decoder, mesh
-        self._max_prompt_tokens, self._max_new_tokens = max_prompt_tokens, max_new_tokens
-        self._stop_token_ids, self._seed = tuple(stop_token_ids), seed
+        self._decoder = decoder
+        self._mesh = mesh
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._seed = seed
         with jax.set_mesh(mesh):
-            self._num_replicas, self._row_shards = num_shards("replica"), num_shards("batch")
-        shards = self._num_replicas * self._row_shards
-        if num_slots % shards:
-            near = sorted({size for size in (num_slots // shards * shards, -(-num_slots // shards) * shards) if size})
-            raise UserError(
-                f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
-                f"{nearest_clause(near)}"
-            )
-        sizes = [f"rollout_{axis}_parallelism={mesh.shape[axis]}" for axis in ("tensor", "fsdp")]
-        abstract_on_mesh(decoder, mesh, f"{' and '.join(sizes)}. Nearest that works: 1 each.")
+            self._num_replicas = num_shards("replica")
+            self._row_shards = num_shards("batch")
         self._slots_per_replica = num_slots // self._num_replicas
         self._refill_at = max(1, int(refill_fraction * num_slots))
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
@@ -196,13 +186,8 @@ class LocalEngine:
         self._params = None
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        """The responses to any number of requests, in their order.
-
-        Raises:
-          ValueError: a prompt is empty, a prompt or `max_new_tokens` exceeds the cache, or the keys differ in length.
-        """
+        """The responses to any number of requests, in their order."""
         assert self._params is not None, "generate() before update()"
-        self._refuse(requests, max_new_tokens)
         responses: list[Response | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
         free = [list(range(self._slots_per_replica)) for _ in range(self._num_replicas)]
@@ -224,17 +209,6 @@ class LocalEngine:
         found = [response for response in responses if response is not None]
         assert len(found) == len(requests)
         return found
-
-    def _refuse(self, requests: Sequence[Request], max_new_tokens: int) -> None:
-        lengths = [len(request.token_ids) for request in requests]
-        if lengths and not 0 < min(lengths) <= max(lengths) <= self._max_prompt_tokens:
-            raise ValueError(
-                f"prompts of {min(lengths)} to {max(lengths)} tokens; the engine takes 1 to {self._max_prompt_tokens}"
-            )
-        if not 0 < max_new_tokens <= self._max_new_tokens:
-            raise ValueError(f"max_new_tokens={max_new_tokens}; the engine gives 1 to {self._max_new_tokens}")
-        if len({len(request.key) for request in requests}) > 1:
-            raise ValueError("the requests' keys are of several lengths")
 
     def _take(
         self, waiting: deque[int], free: list[list[int]], taken: dict[tuple[int, int], int]

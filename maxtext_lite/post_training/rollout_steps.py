@@ -9,8 +9,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from maxtext_lite.config.phases import phases
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import example_ids
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.watchdog import watchdog

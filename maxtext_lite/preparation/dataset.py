@@ -59,9 +59,8 @@ def prepare_dataset(
             running = run_in_processes(todo, journal.workshop, config, fingerprint, num_workers=num_workers)
         with progress:
             for made in running:
-                if made.entry is not None:
-                    journal.record(made.entry)
-                progress.made(made)
+                journal.record(made.entry)
+                progress.add(made)
         if todo:
             say(progress.text())
         return journal.finish()
@@ -82,15 +81,17 @@ class Progress:
 
     def __init__(self, tasks: Sequence[Task], *, say: Callable[[str], None], before: int) -> None:
         self._sizes = {task.number: task.num_bytes for task in tasks}
-        self._num_bytes, self._tasks = max(sum(self._sizes.values()), 1), len(tasks)
+        self._num_bytes = max(sum(self._sizes.values()), 1)
         self._say = say
-        self._done = self._tasks_done = self._tokens = self._tokens_done = 0
+        self._bytes_done = 0
+        self._tasks_done = 0
+        self._tokens = 0
         self._cpu_seconds = 0.0
         self._start = self._said = time.monotonic()
         self._stack = contextlib.ExitStack()
         self._bar: Any = None
         if before:
-            say(f"{before} of {before + self._tasks} tasks were already done; continuing with the others")
+            say(f"{before} of {before + len(tasks)} tasks were already done; continuing with the others")
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
@@ -105,28 +106,25 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def made(self, made: Made) -> None:
-        """Counts and shows finished work."""
-        self._tokens += made.tokens
+    def add(self, made: Made) -> None:
+        """Counts and shows a finished task."""
         self._cpu_seconds += made.cpu_seconds
-        if made.entry is not None:
-            self._done += self._sizes[made.entry.number]
-            self._tasks_done += 1
-            self._tokens_done += made.entry.shard.tokens if made.entry.shard else 0
+        self._bytes_done += self._sizes[made.entry.number]
+        self._tasks_done += 1
+        self._tokens += made.entry.shard.tokens if made.entry.shard else 0
         if self._bar is not None:
-            self._bar.update(0, completed=self._done, description=self.text())
+            self._bar.update(0, completed=self._bytes_done, description=self.text())
         elif time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
             self._say(self.text())
 
     def text(self) -> str:
         """`3 of 17 tasks, 12,345,678 tokens, 1,234,567 tokens/s/core, about 2 minutes left`."""
-        parts = [f"{self._tasks_done} of {self._tasks} tasks", f"{self._tokens:,} tokens"]
+        parts = [f"{self._tasks_done} of {len(self._sizes)} tasks", f"{self._tokens:,} tokens"]
         if self._cpu_seconds:
             parts.append(f"{self._tokens / self._cpu_seconds:,.0f} tokens/s/core")
-        if self._tokens_done and self._done < self._num_bytes:
-            expected = self._tokens_done / self._done * self._num_bytes
-            seconds = (time.monotonic() - self._start) * max(expected / self._tokens - 1, 0)
+        if 0 < self._bytes_done < self._num_bytes:
+            seconds = (time.monotonic() - self._start) * (self._num_bytes / self._bytes_done - 1)
             left = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
             parts.append(f"about {left} left")
         return ", ".join(parts)

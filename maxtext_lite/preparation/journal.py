@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.registry import load
-from maxtext_lite.config.whole_file import TEMPORARY, partial_name, write_whole
+from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import cache_directory, file_sha256, token_dtype
 from maxtext_lite.data.prepared import (
@@ -47,7 +48,6 @@ PLAN_FILE = "prepare.json"
 _JOURNAL = "journal"
 _LOCK = "lock"
 _ENTRY = ".json"  # suffix of a task's entry in the journal
-_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +74,26 @@ class Journal:
 
     def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> None:
         self._plan = _plan(config, files, tasks, encoder)
-        self._output, self._chat, self._remote = config.output, config.chat, None
+        self._output = config.output
+        self._chat = config.chat
+        self._remote = None
         self.directory = user_path(config.output)
         if is_bucket(config.output):
             self._remote = BucketDirectory("output", config.output.rstrip("/"))
             known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]
             self.directory = cache_directory("prepare") / known_by
-        self.tasks, self._encoder = tasks, encoder
+        self.tasks = tasks
+        self._encoder = encoder
         self._journal = self.directory / _JOURNAL
         inputs = {file.path: file for file in files}
         self.workshop = Workshop(
             self.directory, self._journal, inputs, len(tasks), config.max_bad_fraction, self._remote
         )
         with writing(self.directory):
-            names = self._names()
-            others = [name for name in sorted(names) if not name.endswith(TEMPORARY)]
-            if others and PLAN_FILE not in names and PLAN_FILE not in self._names():  # another share may begin
+            names = [name for name in sorted(self._names()) if not name.endswith(TEMPORARY)]
+            if names and PLAN_FILE not in names:
                 raise UserError(
-                    f"output={config.output!r} holds {value_text(others[0])} already, and nothing that prepare began."
+                    f"output={config.output!r} holds {value_text(names[0])} already, and nothing that prepare began."
                 )
             self.directory.mkdir(parents=True, exist_ok=True)
             self._state_plan()
@@ -125,13 +127,8 @@ class Journal:
             self._remote.create(PLAN_FILE, _text(self._plan))
             self._look()
         elif not is_there(path):
-            partial = partial_name(path)
-            write_whole(partial, _text(self._plan))
-            with contextlib.suppress(FileExistsError):  # another share's plan serves as well
-                os.link(partial, path)
-            partial.unlink(missing_ok=True)
-        stated = read_object(path)
-        problems = _differences(stated, json.loads(_text(self._plan)))
+            write_whole(path, _text(self._plan))
+        problems = _differences(read_object(path), json.loads(_text(self._plan)))
         if problems:
             raise UserError([
                 f"{full_text(self._output)} was begun differently: {problem} Give another output, or remove this one."
@@ -145,10 +142,10 @@ class Journal:
         Raises:
           UserError: another process writes there.
         """
-        with contextlib.ExitStack() as stack:
-            with writing(self._journal):
-                self._journal.mkdir(exist_ok=True)
-                opened = stack.enter_context((self._journal / _LOCK).open("ab"))
+        with writing(self._journal):
+            self._journal.mkdir(exist_ok=True)
+            opened = (self._journal / _LOCK).open("ab")
+        with opened:
             try:
                 fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -168,19 +165,19 @@ class Journal:
         Raises:
           UserError: one has more bad lines than the config allows now.
         """
-        return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
+        entries = [self._entry(task.number) for task in self.tasks]
+        return {entry.number: entry for entry in entries if entry is not None}
 
     def _entry(self, number: int) -> Entry | None:
         name = f"{_JOURNAL}/{number:05d}"
         if not self._has(name + _ENTRY):
             return None
-        stated = read_object(self.directory / (name + _ENTRY))
-        shard = None if stated["shard"] is None else Shard(**stated["shard"])
+        fields: dict[str, Any] = read_object(self.directory / (name + _ENTRY))
+        shard = Shard(**fields["shard"]) if fields["shard"] else None
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # its files were removed; the task is done again
-        entry = Entry(
-            number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]), stated.get("spelled", 0)
-        )
+        fields["shard"] = shard
+        entry = Entry(**fields)
         lines = (shard.documents if shard else 0) + entry.empty + entry.bad
         check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
         return entry
@@ -200,31 +197,35 @@ class Journal:
             self._look()
             if self.is_complete():
                 return self.outcome()
-            entries = self.done()
-            ordered = [entries[task.number] for task in self.tasks]
-            problems = [problem for entry in ordered for problem in entry.problems][:5]
-            counts = {"empty": sum(e.empty for e in ordered), "bad": sum(e.bad for e in ordered), "problems": problems}
-            shards = tuple(entry.shard for entry in ordered if entry.shard is not None)
-            if not shards:
+            done = self.done()
+            entries = [done[task.number] for task in self.tasks]
+            full = [entry for entry in entries if entry.shard is not None]
+            if not full:
                 raise UserError(
                     f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty."
                 )
-            self._write_documents([entry for entry in ordered if entry.shard is not None])
+            self._write_documents(full)
+            counts = {
+                "empty": sum(entry.empty for entry in entries),
+                "bad": sum(entry.bad for entry in entries),
+                "problems": list(itertools.chain(*(entry.problems for entry in entries)))[:5],
+            }
             self._publish(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
-            encoder, size = self._encoder, self._encoder.tokenizer.vocab_size
+            encoder = self._encoder
+            vocab_size = encoder.tokenizer.vocab_size
             manifest = Manifest(
                 encoder.tokenizer.fingerprint,
-                size,
-                token_dtype(size),
+                vocab_size,
+                token_dtype(vocab_size),
                 TOKENS_PER_RECORD,
-                shards,
+                tuple(entry.shard for entry in full if entry.shard is not None),
                 file_sha256(self.directory / DOCUMENTS_FILE),
                 begin_ids=None if self._chat else tuple(encoder.begin_ids.tolist()),
                 add_eos=encoder.adds_end,
                 special_tokens_in_text=encoder.in_text,
-                spelled_special_tokens=sum(entry.spelled for entry in ordered),
+                spelled_special_tokens=sum(entry.spelled for entry in entries),
             )
-            for partial in [*self.directory.glob(f"*{TEMPORARY}"), *self._journal.glob(f"*{TEMPORARY}")]:
+            for partial in self.directory.rglob(f"*{TEMPORARY}"):
                 partial.unlink(missing_ok=True)
             self._publish(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
             return self.outcome()
@@ -260,9 +261,9 @@ class Journal:
             self._remote.remove([name for name in self._in_bucket if name.startswith(f"{_JOURNAL}/")])
             (self.directory / DOCUMENTS_FILE).unlink(missing_ok=True)
         counts: dict[str, Any] = read_object(self.directory / PLAN_FILE)["counts"]
-        manifest, allowed = read_manifest(self.directory), self.workshop.max_bad_fraction
+        manifest = read_manifest(self.directory)
         lines = manifest.documents + counts["empty"] + counts["bad"]
-        check_bad(full_text(self._output), counts["bad"], lines, counts["problems"], allowed)
+        check_bad(full_text(self._output), counts["bad"], lines, counts["problems"], self.workshop.max_bad_fraction)
         return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))
 
 
@@ -274,29 +275,23 @@ def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], enco
     if config.chat:
         settings["chat_template"] = load("documents", "chat")(config, encoder).template_fingerprint()
     inputs = [dataclasses.asdict(file) for file in files]
-    return {"format": _FORMAT, "settings": settings, "tasks": len(tasks), "inputs": inputs}
+    return {"settings": settings, "tasks": len(tasks), "inputs": inputs}
 
 
 def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Why two plans describe different datasets: the first few reasons."""
-    if stated.get("format") != ours["format"]:
-        return [f"format={stated.get('format')!r}, not {ours['format']!r}."]
-    settings = stated.get("settings", {})
     problems = [
-        f"with {key}={value_text(settings.get(key))}, not {value_text(value)}."
+        f"with {key}={value_text(stated['settings'].get(key))}, not {value_text(value)}."
         for key, value in ours["settings"].items()
-        if settings.get(key) != value and key != "input"  # the files that it finds are compared instead
+        if stated["settings"].get(key) != value and key != "input"  # the files that it finds are compared instead
     ]
-    before = {file["path"]: file for file in stated.get("inputs", [])}
+    before = {file["path"]: file for file in stated["inputs"]}
     now = {file["path"]: file for file in ours["inputs"]}
     problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
     problems += [f"{before[path]['name']} is no longer among the inputs." for path in before.keys() - now.keys()]
-    parts = ("num_bytes", "changed_ns")
-    problems += [
-        f"{file['name']} has changed since."
-        for path, file in now.items()
-        if path in before and [before[path][part] for part in parts] != [file[part] for part in parts]
-    ]
+    for path in now.keys() & before.keys():
+        if any(now[path][field] != before[path][field] for field in ("num_bytes", "changed_ns")):
+            problems.append(f"{now[path]['name']} has changed since.")
     if not problems and list(before) != list(now):
         problems.append("its inputs were in another order.")
     return sorted(problems)[:5]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +94,9 @@ def document_reader(config: PrepareConfig, encoder: TextEncoder) -> DocumentRead
     return DocumentReader(encoder, config.field, conversations)
 
 
-def run_task(
-    task: Task,
-    workshop: Workshop,
-    reader: DocumentReader,
-    *,
-    made: Callable[[int], None] = lambda tokens: None,
-) -> Entry:
+def run_task(task: Task, workshop: Workshop, reader: DocumentReader) -> Entry:
     """Writes the shard of a task and the lengths of its documents, under names that they get once complete.
 
-    Args:
-      made: called with the number of tokens made since the last call.
     Raises:
       UserError: an input cannot be read or has changed, too many of its lines are bad, or the disk is full.
     """
@@ -113,7 +105,7 @@ def run_task(
     end = partial_name(path), partial_name(lengths_path)
     try:
         with writing(workshop.directory):
-            return _written(task, workshop, reader, made, (path, lengths_path), end)
+            return _written(task, workshop, reader, (path, lengths_path), end)
     finally:
         for partial in end:
             partial.unlink(missing_ok=True)
@@ -123,7 +115,6 @@ def _written(
     task: Task,
     workshop: Workshop,
     reader: DocumentReader,
-    made: Callable[[int], None],
     paths: tuple[Path, Path],
     partial: tuple[Path, Path],
 ) -> Entry:
@@ -144,7 +135,6 @@ def _written(
         empty += len(texts) - len(lengths[-1])
         spelled += encoded.num_spelled
         stream.write(encoded.stream)
-        made(len(encoded.stream))
     of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
     check_bad(f"task {task.number}", bad, len(of_documents) + empty + bad, problems, workshop.max_bad_fraction)
     tokens = stream.close()

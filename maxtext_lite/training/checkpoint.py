@@ -36,7 +36,13 @@ _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
 """Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
 
-_OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "learning_rate_final_fraction", "wsd_decay_steps_fraction")
+_OF_SCHEDULE = (
+    "learning_rate",
+    "learning_rate_schedule",
+    "schedule_unit",
+    "learning_rate_final_fraction",
+    "wsd_decay_steps_fraction",
+)
 
 _OF_BATCH = ("global_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
 
@@ -89,15 +95,11 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the steps of a start; its length only if the data or the learning rate depends on it."""
     settings: dict[str, str] = start["settings"]
     found = {key: start[key] for key in ("batch", "settings", "end")}
-    by_end = _depends_on_end(settings["learning_rate_schedule"], Fraction(settings["warmup_steps"]))
+    # Even a constant rate depends on the end if its warm-up is a part of the run.
+    by_end = settings["learning_rate_schedule"] != "constant" or 0 < Fraction(settings["warmup_steps"]) < 1
     if settings["num_epochs"] == "0" and not by_end:
         found |= {"settings": {**settings, "steps": ""}, "end": None}
     return found
-
-
-def _depends_on_end(schedule: str, warmup_steps: int | Fraction) -> bool:
-    """Whether the learning rate depends on where the run ends: even a constant one, if its warm-up is a part of it."""
-    return schedule != "constant" or 0 < warmup_steps < 1
 
 
 def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
@@ -111,9 +113,7 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
     changed = [key for key in _OF_BATCH if before["settings"].get(key) != now["settings"].get(key)]
     why = ", ".join(f"{key}={now['settings'][key]} instead of {before['settings'].get(key)}" for key in changed)
     if not changed:  # each device has as many examples as before
-        devices = plan.num_devices * before["batch"] // now["batch"]
-        why = f"the run has {plan.num_devices:,} devices instead of {devices:,}"
-        why += f"; global_batch_size={before['batch']} keeps it"
+        why = f"on {plan.num_devices:,} devices; global_batch_size={before['batch']} keeps it"
     return [f"global_batch_to_train is {moved}: {why}"]
 
 
@@ -126,36 +126,33 @@ def schedule_change_note(
     before, now = starts[-2:]
     schedule = {key: type(getattr(config, key))(before["settings"][key]) for key in _OF_SCHEDULE}
     old_config = config.model_copy(update={**schedule, "warmup_steps": Fraction(before["settings"]["warmup_steps"])})
-    old_rate = _relative_rate(old_config, before, step, examples_seen)
-    rate = _relative_rate(config, now, step, examples_seen)
+    old_rate = _rate_after(old_config, before, step, examples_seen)
+    rate = _rate_after(config, now, step, examples_seen)
     unit = 0 if config.schedule_unit == "steps" else 1
-    old_end, end = before["end"][unit], now["end"][unit]
-    schedules = [(each.learning_rate_schedule, each.warmup_steps) for each in (old_config, config)]
-    is_end_moved = old_end != end and all(_depends_on_end(*each) for each in schedules)
-    is_constant = any(name == "constant" for name, _ in schedules)
-    if old_rate == rate and (is_constant or not is_end_moved):
+    old_end = before["end"][unit]
+    end = now["end"][unit]
+    is_constant = "constant" in (old_config.learning_rate_schedule, config.learning_rate_schedule)
+    if rate == old_rate and (is_constant or end == old_end):
         return []
-    what = "has changed"
-    if is_end_moved:
-        what = f"ends with this run, at {('step', 'example')[unit]} {end:,} instead of {old_end:,}"
-    old_peak, peak = before["settings"]["learning_rate"], now["settings"]["learning_rate"]
-    rates = f"{rate} of its peak instead of {old_rate}"
-    if old_peak != peak:
-        rates = f"{rate} of learning_rate={peak} instead of {old_rate} of learning_rate={old_peak}"
-    return [f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates}"]
+    note = f"after step {step:,} the learning rate is about {rate} instead of {old_rate}"
+    if end != old_end:
+        note += f": its schedule ends with this run, at {('step', 'example')[unit]} {end:,} instead of {old_end:,}"
+    return [note]
 
 
-def _relative_rate(config: OptimizerConfig, start: Mapping[str, Any], step: int, examples_seen: int) -> str:
-    """The learning rate at this progress under the schedule of a start, as a share of its peak.
+def _rate_after(config: OptimizerConfig, start: Mapping[str, Any], step: int, examples_seen: int) -> str:
+    """The learning rate at this progress under the schedule of a start, to three digits.
 
     Skipped steps are not known here, and all examples are taken to have as many tokens.
     """
     last_step, last_example = start["end"]
-    u, last = float(step), float(last_step)
+    u = float(step)
+    last = float(last_step)
     if config.schedule_unit != "steps":
-        u, last = examples_seen / start["batch"], last_example / start["batch"]
+        u = examples_seen / start["batch"]
+        last = last_example / start["batch"]
     at = np.float64(u)
-    return f"{float(decay(config, at, last, np) * warm_up(config, at, last, np)):.1%}"
+    return f"{float(config.learning_rate * decay(config, at, last, np) * warm_up(config, at, last, np)):.3g}"
 
 
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
@@ -264,7 +261,8 @@ class CheckpointReader:
         if "fingerprint" not in about:
             raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures, self.starts = self.mixtures or about["mixtures"], about["starts"]
+        self.mixtures = self.mixtures or about["mixtures"]
+        self.starts = about["starts"]
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         update_state = {}
         for part, tree in abstract.update_state.items():
@@ -320,7 +318,8 @@ class Checkpointer(CheckpointReader):
         before: Callable[[], None] = lambda: None,
     ):
         super().__init__(run_directory, fingerprint)
-        self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
+        self._to_keep = config.max_num_checkpoints_to_keep
+        self._waits = not config.async_checkpointing
         self._say = say if jax.process_index() == 0 else lambda _: None
         on_first_host(self._directory, lambda: store_of(self._directory).remove_leftovers(self._directory))
         self._saver = Saver(before)

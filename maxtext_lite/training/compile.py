@@ -191,7 +191,10 @@ class Executables:
     """
 
     def __init__(self, train_step: Wrapped, parts: StepContext, plan: BatchPlan, *, example: tuple[int, Sequence[str]]):
-        self._step, self._parts, self._plan, self._mesh = train_step, parts, plan, parts.mesh
+        self._step = train_step
+        self._parts = parts
+        self._plan = plan
+        self._mesh = parts.mesh
         self._example = example
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._compiled: dict[int, concurrent.futures.Future[Built]] = {}
@@ -234,7 +237,8 @@ class Executables:
         number = None
         if self._plan.ramps_accumulation:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
-        started, before = time.perf_counter(), num_found()
+        started = time.perf_counter()
+        before = num_found()
         # Thread-local in jax: the main thread's settings do not apply here.
         precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:

@@ -89,7 +89,9 @@ class FeedSteps:
                 self._begin_stage(stage, step)
 
     def _begin_stage(self, stage: BatchStage, step: int) -> None:
-        plan, previous, log = self._plan, self._stage, self._log
+        plan = self._plan
+        previous = self._stage
+        log = self._log
         if previous is None:  # data that cannot be read end the run before it compiles
             phases.enter("reading", step)
             self._first = [next(self._batches)]

@@ -90,7 +90,8 @@ def step_gradients(
 
 def zero_gradients(parts: StepContext) -> StepGradients:
     """The sums before the first micro-batch."""
-    decoder, num_replicas = parts.decoder, parts.num_replicas
+    decoder = parts.decoder
+    num_replicas = parts.num_replicas
     zeros_R = jnp.zeros(num_replicas)
     none_R = jnp.zeros(num_replicas, jnp.int32)
     accumulator = parts.optimizer.accumulator(decoder.trained(decoder.abstract_params), num_replicas)
@@ -149,7 +150,8 @@ def accumulate_micro_batches(
     decoder = parts.decoder
     factor_R = (1.0 if loss_scale is None else loss_scale) / divisor_R
     whole = decoder.cast(decoder.joined(params, frozen))
-    params, frozen = decoder.trained(whole), decoder.frozen(whole)
+    params = decoder.trained(whole)
+    frozen = decoder.frozen(whole)
     if num_micro_batches is None:
         num_micro_batches = rows["weights"].shape[0]
 

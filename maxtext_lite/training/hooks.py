@@ -25,7 +25,9 @@ class LossSpike(Exception):
 
     def __init__(self, message: str, step: int, examples_seen: int, limit: float = math.inf):
         super().__init__(message)
-        self.step, self.examples_seen, self.limit = step, examples_seen, limit
+        self.step = step
+        self.examples_seen = examples_seen
+        self.limit = limit
 
 
 class NonFiniteLoss(LossSpike):
@@ -147,7 +149,7 @@ def hooks_of(config: Config) -> list[Hook]:
     Raises:
       NotInstalled: one of them is absent, and its key is not at its default.
     """
-    asked: dict[str, Sequence[str]] = {"goodput": (), "memory": ()}
+    asked: dict[str, Sequence[str]] = {"goodput": (), "memory": (), "advice": ()}
     if config.log_to or config.prometheus_port:
         asked["trackers"] = ("log_to", "prometheus_port")
     asked["profiler"] = ("profiler_steps",)

@@ -63,11 +63,13 @@ class LocalUpdates:
         Args:
           masters_R: None without masters.
         """
-        lr, momentum = self.outer_lr, self.outer_momentum
+        lr = self.outer_lr
+        momentum = self.outer_momentum
         has_masters = outer.master is not None
         before = outer.master if has_masters else as_float32(outer.params)
         mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), masters_R if has_masters else as_float32(params_R))
-        after, velocity = jax.tree.map(lambda b, m: (1 - lr) * b + lr * m, before, mean), None
+        after = jax.tree.map(lambda b, m: (1 - lr) * b + lr * m, before, mean)
+        velocity = None
         if momentum:
             velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
             after = jax.tree.map(lambda a, v: a - lr * momentum * v, after, velocity)

@@ -12,8 +12,7 @@ import optax
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.optional import load_asked
-from maxtext_lite.config.phases import observers, phases
-from maxtext_lite.config.status_line import status_line
+from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
@@ -310,7 +309,10 @@ class _Loop:
 
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:
         """Evaluates and saves what is due after this step, or because the run stops."""
-        log, stop, config, period = self.log, self.stop, self.run.config, self.run.plan.period_steps
+        log = self.log
+        stop = self.stop
+        config = self.run.config
+        period = self.run.plan.period_steps
         is_last = step == self.last_step or stop.reason is Reason.CALLBACK
         saves = self.run.checkpointer is not None and (is_last or step % period(config.checkpoint_period) == 0)
         evaluates = self.evaluates and (is_last or step % period(config.eval_interval) == 0)
@@ -340,7 +342,8 @@ class _Loop:
 
     def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
         """Evaluates and records it; returns whether it reached its end, which `stops` may prevent."""
-        log, step = self.log, self.log.counts.step
+        log = self.log
+        step = self.log.counts.step
         phases.enter("evaluation", step)
         evaluated = self.evaluation.evaluate(state, step, stops)
         if evaluated is None:
@@ -357,7 +360,8 @@ class _Loop:
         return True
 
     def _save(self, state: TrainState) -> None:
-        counts, checkpointer = self.log.counts, self.run.checkpointer
+        counts = self.log.counts
+        checkpointer = self.run.checkpointer
         phases.enter("save", counts.step)
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
@@ -383,7 +387,9 @@ class _Loop:
 
     def _result(self, state: TrainState) -> RunResult:
         """The result of the run; if steps or an evaluation are left, reports what stopped it."""
-        run, log, step = self.run, self.log, self.log.counts.step
+        run = self.run
+        log = self.log
+        step = self.log.counts.step
         has_left = step < self.last_step
         is_interrupted = (has_left or self.lost_evaluation) and self.stop.reason is Reason.SIGNAL
         if has_left or is_interrupted:
@@ -391,5 +397,7 @@ class _Loop:
             if is_interrupted:
                 by = self.signals.received.name if self.signals.received else "another host"
             log.say(f"stopped by {by} after step {step}, {self.saved}")
-        log.report_end()
+        if shares := log.token_shares():
+            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
+            log.say(f"target tokens by source since the mixture last changed: {text}")
         return RunResult(run.directory, step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)

@@ -149,7 +149,8 @@ def _token_shards(num_rows: int) -> tuple[int, int]:
 
 def _own_gradient(x_BTD: jax.Array, dlogits_BTV: jax.Array) -> jax.Array:
     """The head's gradient [Z, D, V], float32, from each shard's own tokens."""
-    (B, T), (X, Y) = x_BTD.shape[:2], _token_shards(len(x_BTD))
+    B, T = x_BTD.shape[:2]
+    X, Y = _token_shards(len(x_BTD))
 
     def own(x: jax.Array) -> jax.Array:
         return constrain(x.reshape(X, B // X, Y, T // Y, -1), ("end_batch", None, "length", None, AS_IT_IS))

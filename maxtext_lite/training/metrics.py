@@ -10,8 +10,8 @@ import rich.console
 import rich.progress
 
 from maxtext_lite.config.errors import rounded_text, writing
+from maxtext_lite.config.phases import status_line
 from maxtext_lite.config.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
-from maxtext_lite.config.status_line import status_line
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import command_signals
 from maxtext_lite.training.arrays import Record

@@ -51,7 +51,8 @@ class NoiseScale:
         if groups < 2 or not math.isfinite(group_squares) or not math.isfinite(whole):
             return self
         variance = (group_squares - whole) / (groups - 1)  # of the step's gradient: S / W
-        noise, signal = variance * examples, whole - variance
+        noise = variance * examples
+        signal = whole - variance
         steps = self.steps + 1
         weight = max(2 / (steps + 1), 2 / (_LONGEST_MEMORY + 1))
 
@@ -98,7 +99,9 @@ class NoiseScale:
         if self.examples is None or self.weight_squares >= 1:
             return None
         noise, signal, both = self._scatter
-        a, b, c = self.signal**2 - signal, self.noise * self.signal - both, self.noise**2 - noise
+        a = self.signal**2 - signal
+        b = self.noise * self.signal - both
+        c = self.noise**2 - noise
         root = math.sqrt(max(b * b - a * c, 0.0))
         if a > 0:
             return max((b - root) / a, 0.0), (b + root) / a

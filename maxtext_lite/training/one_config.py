@@ -59,7 +59,8 @@ def _find_problems(descriptions: Sequence[dict[str, str]]) -> list[str]:
     problems: dict[str, str] = {}
     for process, description in enumerate(descriptions):
         for key in sorted({*first, *description}):
-            here, there = first.get(key, ""), description.get(key, "")
+            here = first.get(key, "")
+            there = description.get(key, "")
             if here != there and key not in problems:
                 usual = value_text(here)
                 problems[key] = (

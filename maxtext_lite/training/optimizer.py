@@ -143,8 +143,10 @@ class GradientAccumulation(optax.MultiSteps):
             inner = optax.masked(inner, jax.tree.map(operator.not_, biases))
         super().__init__(inner, every_k_schedule, use_grad_mean=False, accumulator_dtype=jnp.float32)
         self._keeps_sum = every_k_schedule > 1
-        self._biases, self._bias_rate = biases, bias_rate
-        self.loss_scaling, self.max_skipped = loss_scaling, max_skipped
+        self._biases = biases
+        self._bias_rate = bias_rate
+        self.loss_scaling = loss_scaling
+        self.max_skipped = max_skipped
         self._masters = masters
         self.over_data = over_data
         self.on_host = on_host
@@ -458,30 +460,17 @@ OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTra
 updates so far; `axes` is a tree like the parameters, with the logical axes of each as a tuple."""
 
 
-def own_optimizer(
-    optimizer: optax.GradientTransformation | OptimizerFactory, config: OptimizerConfig, axes: Tree, *, last: float
-) -> optax.GradientTransformation:
-    """A user's optimizer: itself, or made by a factory with the config's schedule over `last` steps.
-
-    Raises:
-      UserError: it is a factory, and schedule_unit is not steps.
-    """
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    if config.schedule_unit != "steps":
-        raise UserError(
-            f"optimizer: a factory takes a schedule over updates, but schedule_unit={config.schedule_unit} counts "
-            "something else. Nearest that works: schedule_unit=steps."
-        )
-    rate = learning_rate_schedule(config, last=last).rate
-    return optimizer(lambda updates: rate(jnp.asarray(updates) + 1), axes)
-
-
 UNKNOWN_RATE = Schedule("steps", 1.0, lambda u: jnp.full_like(u, jnp.nan))
 """The schedule of an optimizer with an unknown learning rate of its own: null in metrics.jsonl."""
 
 
-def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation | None = None) -> GradientAccumulation:
+def make_optimizer(
+    config: Config,
+    axes: Tree,
+    own: optax.GradientTransformation | OptimizerFactory | None = None,
+    *,
+    last: float = 0.0,
+) -> GradientAccumulation:
     """Clipping, the optimizer's direction and decoupled weight decay, in that order, without the learning rate.
 
     The routers' biases are exempt from all of it: see `GradientAccumulation`.
@@ -489,17 +478,25 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
     Args:
       axes: the parameters' logical axes, which decide what is decayed.
       own: replaces all of it, the learning rate included; None: nothing does.
+      last: the number of steps of the schedule that `own` receives if it is a factory.
+    Raises:
+      UserError: `own` is a factory, and schedule_unit is not steps.
     """
+    if own is None:
+        inner = _configured(config, axes)
+    elif isinstance(own, optax.GradientTransformation):
+        inner = own
+    elif config.schedule_unit != "steps":
+        raise UserError(
+            f"schedule_unit={config.schedule_unit} does not count updates, as the schedule of an optimizer's factory "
+            "does. Nearest that works: schedule_unit=steps."
+        )
+    else:
+        rate = learning_rate_schedule(config, last=last).rate
+        inner = own(lambda updates: rate(jnp.asarray(updates) + 1), axes)
     biases = _map_axes(lambda leaf: unstacked(leaf) == ("router_bias",), axes)
-    decayed = _map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
-    clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
-        own
-        or optax.chain(
-            optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
-            _direction(config, axes),
-            optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
-        ),
+        inner,
         LossScaling(config.loss_scale, config.loss_scale_growth_interval) if config.dtype == "float16" else None,
         max_skipped=config.max_skipped_updates if config.skip_nonfinite_updates else 1,
         biases=biases if any(jax.tree.leaves(biases)) else None,
@@ -508,4 +505,14 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,
         has_rate=own is not None,
+    )
+
+
+def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:
+    clipping = config.gradient_clipping_threshold
+    decayed = _map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
+    return optax.chain(
+        optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
+        _direction(config, axes),
+        optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
     )

@@ -304,7 +304,8 @@ def _model_keys_of(directory: Path) -> str:
 
 
 def _shape_differences(saved: Tree, wanted: Tree) -> list[str]:
-    there, here = _shapes_by_name(saved), _shapes_by_name(wanted)
+    there = _shapes_by_name(saved)
+    here = _shapes_by_name(wanted)
     return [
         f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
         for name in sorted(there.keys() | here.keys())

@@ -52,8 +52,8 @@ from maxtext_lite.training.state import (
     abstract_state,
     init_state,
     make_parts,
+    optimizer_of_run,
     state_from,
-    with_total_steps,
 )
 
 EXCLUDED = "excluded_rows.jsonl"
@@ -263,9 +263,11 @@ class TrainingRun:
         abstract = self.abstract_state
         state, counts = saved.restore(abstract)
         self._mix(counts)
-        step, examples_seen = counts.step, counts.examples_seen
+        step = counts.step
+        examples_seen = counts.examples_seen
         last, _ = self.plan.length.end_after(step, examples_seen)
-        self.parts = with_total_steps(self.parts, self.config, self.plan, self._own, last=last)
+        optimizer = optimizer_of_run(self.config, self.plan, self.decoder, self._own, last=last)
+        self.parts = dataclasses.replace(self.parts, optimizer=optimizer)
         saved.starts = append_restart(saved.starts, self.config, self.plan, step, examples_seen)
         self.plan = resumed(self.config, self.plan, step=step, examples_seen=examples_seen)
         if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered

@@ -119,7 +119,8 @@ def _write_files(run: TrainingRun, end: int) -> list[str]:
     Returns:
       The tokens at which the model's texts end only from this run on.
     """
-    config, directory = run.config, run.files.directory
+    config = run.config
+    directory = run.files.directory
     with writing(directory / "config.yml"):
         write_resolved(config, directory / "config.yml")
     new_ends: list[str] = []

@@ -36,7 +36,6 @@ from maxtext_lite.training.optimizer import (
     Progress,
     make_optimizer,
     master_of,
-    own_optimizer,
 )
 
 
@@ -153,7 +152,7 @@ def make_parts(
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
     return StepContext(
         decoder,
-        _optimizer(config, plan, decoder, own, last=plan.steps),
+        optimizer_of_run(config, plan, decoder, own, last=plan.steps),
         mesh,
         config,
         own.objective or objective_of(config),
@@ -161,17 +160,11 @@ def make_parts(
     )
 
 
-def with_total_steps(parts: StepContext, config: Config, plan: BatchPlan, own: Overrides, *, last: int) -> StepContext:
-    """The parts of a run that ends after `last` steps, on which an own optimizer with the config's schedule depends."""
-    if own.optimizer is None or last == plan.steps:
-        return parts
-    return dataclasses.replace(parts, optimizer=_optimizer(config, plan, parts.decoder, own, last=last))
-
-
-def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int) -> GradientAccumulation:
-    axes, scaled = decoder.trained(decoder.axes), scaled_optimizer(config, plan)
-    inner = None if own.optimizer is None else own_optimizer(own.optimizer, scaled, axes, last=last)
-    return make_optimizer(scaled, axes, inner)
+def optimizer_of_run(
+    config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int
+) -> GradientAccumulation:
+    """The optimizer of a run that ends after `last` steps, on which the schedule of an own optimizer depends."""
+    return make_optimizer(scaled_optimizer(config, plan), decoder.trained(decoder.axes), own.optimizer, last=last)
 
 
 def make_decoder(
@@ -189,7 +182,8 @@ def make_decoder(
     Raises:
       UserError: the configured attention kernel does not run there.
     """
-    shape, accelerator = decoder_shape(config), Accelerator.of(platform)
+    shape = decoder_shape(config)
+    accelerator = Accelerator.of(platform)
     try:
         kernel = attention_kernel(config, accelerator, 1 if plan is None else plan.mesh["context"])
     except ValueError as error:
@@ -230,7 +224,8 @@ def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Params:
 
 def decoder_shape(config: Config) -> DecoderShape:
     """The shape of a config's decoder, with plain attention."""
-    remat, shape = remat_of(config), model_shape(config)
+    remat = remat_of(config)
+    shape = model_shape(config)
     return DecoderShape(
         **vars(dataclasses.replace(shape, experts=_expert_shape(config, shape.experts))),
         norm_epsilon=config.normalization_layer_epsilon,
@@ -290,9 +285,13 @@ def _expert_shape(config: Config, sizes: ExpertSizes | None) -> ExpertShape | No
 
 def _state_of(parts: StepContext, all_params: Params) -> TrainState:
     """The state before the first step, from all parameters, adapters included."""
-    decoder, local = parts.decoder, parts.local
-    params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
-    opt_state, progress, outer = parts.optimizer.init(params), Progress.start(), None
+    decoder = parts.decoder
+    local = parts.local
+    params = decoder.trained(all_params)
+    frozen = decoder.frozen(all_params)
+    opt_state = parts.optimizer.init(params)
+    progress = Progress.start()
+    outer = None
     if local is not None:
         outer = local.outer_state(params, master_of(opt_state))
         params, opt_state, progress = local.copies((params, opt_state, progress))
@@ -312,7 +311,8 @@ def gradient_shardings(parts: StepContext) -> Tree:
 
 def state_shardings(parts: StepContext) -> TrainState:
     """The sharding of each leaf of the state."""
-    decoder, local = parts.decoder, parts.local
+    decoder = parts.decoder
+    local = parts.local
     everywhere: Any = sharding(parts.mesh)
     params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
     frozen = tree_shardings(parts.mesh, decoder.frozen(decoder.axes))

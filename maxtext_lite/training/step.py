@@ -168,7 +168,8 @@ def _update_replica(
     skipped_in_a_row: jax.Array,
 ) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
     """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
-    optimizer, objective = parts.optimizer, parts.objective
+    optimizer = parts.optimizer
+    objective = parts.objective
     num_counted = step.counts[objective.divisor]
     target_tokens = step.counts["target_tokens"]
     grad_norm = optax.tree.norm(step.gradients)
@@ -234,7 +235,8 @@ def make_synchronise(parts: StepContext) -> Wrapped:
 
     Once the run has ended (`TrainState`), it changes nothing.
     """
-    optimizer, local = parts.optimizer, parts.local
+    optimizer = parts.optimizer
+    local = parts.local
     assert local is not None
     shardings = state_shardings(parts)
     on_host = master_of(shardings.opt_state)  # on the devices without optimizer_memory_host_offload
@@ -286,7 +288,9 @@ def make_eval_step(parts: StepContext) -> Wrapped:
     The objective must be a `ScoredObjective`; the scores of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params`
     are all of the decoder's, as `Decoder.joined` gives them.
     """
-    decoder, mesh, objective = parts.decoder, parts.mesh, cast(ScoredObjective, parts.objective)
+    decoder = parts.decoder
+    mesh = parts.mesh
+    objective = cast(ScoredObjective, parts.objective)
 
     def scores(params: Params, rows: Rows) -> Tree:
         return objective.scores(forward(decoder, params, rows, parts.config), rows)

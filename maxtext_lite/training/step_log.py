@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxtext_lite.config import registry
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.records import is_evaluation, read_records
@@ -21,19 +20,13 @@ from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
+from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import METRICS, JsonLines, Terminal
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import means_of
 
 NOTHING_SAVED = "nothing was saved at or after it"
-
-WINDOW = 32
-"""The number of last losses with which a step's loss is compared."""
-LEAST_LOSSES = 16
-"""With fewer losses there is no band."""
-_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
-_LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
 class StepResult(NamedTuple):
@@ -65,7 +58,8 @@ def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool
     path = run.files.directory / METRICS
 
     def has_no_evaluation() -> bool:
-        return {is_evaluation(record) for record in read_records(path, []) if record["step"] == step} == {False}
+        records = [record for record in read_records(path, []) if record["step"] == step]
+        return len(records) > 0 and not any(map(is_evaluation, records))
 
     return on_first_host(path, has_no_evaluation)
 
@@ -178,11 +172,11 @@ class StepLog:
         Raises:
           LossSpike: the run must not continue after this step.
         """
-        run, before = self.run, self.counts
         metrics: Record = {name: value.item() for name, value in jax.device_get(result.metrics).items()}
         ready = time.perf_counter()
         seconds = ready - self._last_ready
         self._last_ready = ready
+        before = self.counts
         noise = before.noise.after(
             group_squares=metrics.pop("group_squares"),
             groups=metrics.pop("groups"),
@@ -190,23 +184,22 @@ class StepLog:
             examples=result.num_examples,
         )
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        skipped = 0
+        if not is_finite:
+            skipped = before.skipped_in_a_row + (not self._is_of_loss_scale(metrics))
         self.counts = TrainProgress(
             step=step,
             examples_seen=before.examples_seen + result.num_examples,
             tokens_seen=before.tokens_seen + metrics["target_tokens"],
-            skipped_in_a_row=0 if is_finite else before.skipped_in_a_row + (not self._is_of_loss_scale(metrics)),
+            skipped_in_a_row=skipped,
             noise=noise,
             losses=before.losses,
         )
         record = {"step": step, **metrics}
-        if not metrics.get(run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing
-            record |= dict.fromkeys(metrics.keys() & means_of(run.parts.objective))
+        if not metrics.get(self.run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing
+            record |= dict.fromkeys(metrics.keys() & means_of(self.run.parts.objective))
         record |= self._batch_fields(result, before.examples_seen)
-        record["step_seconds"] = seconds
-        record["data_seconds"] = result.data_seconds
-        record["peak_memory_bytes"] = peak_memory_bytes()
-        flops = run.flops_of(result.example_ids, result.num_examples, before.examples_seen)
-        record |= throughput(flops, metrics["target_tokens"], seconds, run.mesh.size, run.peak_tflops)
+        record |= self._speed_fields(result, before.examples_seen, metrics["target_tokens"], seconds)
         record |= noise.record(result.num_examples)
         record |= result.more
         for hook in self.hooks:
@@ -222,13 +215,14 @@ class StepLog:
         elif not math.isfinite(metrics["param_norm"]):
             left = f"step {step} left param_norm {metrics['param_norm']}; {NOTHING_SAVED}"
             raise NonFiniteLoss(left, step + 1, self.counts.examples_seen)
-        elif run.config.max_loss_spike and metrics["target_tokens"]:
+        elif self.run.config.max_loss_spike and metrics["target_tokens"]:
             self._compare_with_band(before.examples_seen, metrics["loss"])
         return record
 
     def _batch_fields(self, result: StepResult, seen_before: int) -> Record:
         """The entries on the examples of a step and the sizes of its batch, once it is counted."""
-        source, seen = self.run.source, self.counts.examples_seen
+        source = self.run.source
+        seen = self.counts.examples_seen
         stage = self.run.plan.stage_at(seen_before)
         fields: Record = {
             "examples": result.num_examples,
@@ -243,6 +237,20 @@ class StepLog:
         if isinstance(source, MixtureSource):
             fields["source_epochs"] = source.epochs(seen)
         return fields
+
+    def _speed_fields(self, result: StepResult, seen_before: int, target_tokens: int, seconds: float) -> Record:
+        """The entries on the time and the memory of a step."""
+        run = self.run
+        flops = run.flops_of(result.example_ids, result.num_examples, seen_before)
+        tflops = flops / seconds / run.mesh.size / 1e12
+        return {
+            "step_seconds": seconds,
+            "data_seconds": result.data_seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "tokens_per_second": target_tokens / seconds,
+            "tflops_per_device": tflops,
+            "mfu": None if run.peak_tflops is None else tflops / run.peak_tflops,
+        }
 
     def _report_start_up(self) -> None:
         """Reports, after the first step of this start, how the time up to it was spent."""
@@ -259,7 +267,9 @@ class StepLog:
 
     def _skip_or_stop(self, examples_seen: int, metrics: Record, find_cause: Callable[[], str]) -> None:
         """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
-        config, step, in_a_row = self.run.config, self.counts.step, self.counts.skipped_in_a_row
+        config = self.run.config
+        step = self.counts.step
+        in_a_row = self.counts.skipped_in_a_row
         if self._is_of_loss_scale(metrics):
             self.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
             return
@@ -278,7 +288,9 @@ class StepLog:
 
     def _compare_with_band(self, examples_seen: int, loss: float) -> None:
         """Compares a loss with the band of the losses before it, then adds it to them."""
-        step, losses, width = self.counts.step, self.counts.losses, self.run.config.max_loss_spike
+        step = self.counts.step
+        losses = self.counts.losses
+        width = self.run.config.max_loss_spike
         limit = band_limit(losses, width)
         if loss > limit:
             raise LossSpike(
@@ -292,61 +304,21 @@ class StepLog:
 
     def token_shares(self) -> dict[str, float]:
         """Each source's share of the target tokens since the mixture last changed; {} without. All hosts call it."""
-        source, seen = self.run.source, self.counts.examples_seen
+        source = self.run.source
+        seen = self.counts.examples_seen
         if not isinstance(source, MixtureSource) or source.stream is None:
             return {}
         first, tokens = self._source_tokens or (source.stream.last.examples_seen, {})
-        seed, hosts = self.run.config.data_shuffle_seed, self.run.plan.loading_hosts
+        seed = self.run.config.data_shuffle_seed
+        hosts = self.run.plan.loading_hosts
         more = source_tokens_of_run(source, first, seen, seed=seed, loading_hosts=hosts)
         tokens = {name: tokens.get(name, 0) + count for name, count in more.items()}
         self._source_tokens = seen, tokens
         total = max(sum(tokens.values()), 1)
         return {name: count / total for name, count in tokens.items()}
 
-    def report_end(self) -> None:
-        """Reports each source's share of the tokens, and the batch size that the noise scale suggests, where known."""
-        if shares := self.token_shares():
-            text = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
-            self.say(f"target tokens by source since the mixture last changed: {text}")
-        counts, plan, config = self.counts, self.run.plan, self.run.config
-        if not counts.noise.steps or plan.rl is not None or not registry.is_installed("estimate", "advice"):
-            return
-        batch = plan.stage_at(counts.examples_seen).global_batch_to_train
-        _, examples = plan.length.end_after(counts.step, counts.examples_seen)
-        tokens = examples * config.max_target_length
-        advice = registry.load("estimate", "advice")
-        for sentence in advice(config, counts.noise.examples, counts.noise.relative_error, batch, tokens):
-            self.say(sentence)
-
-
-def throughput(
-    flops: float, target_tokens: int, seconds: float, num_devices: int, peak_tflops: float | None
-) -> dict[str, float | None]:
-    """tokens_per_second (target tokens), tflops_per_device and mfu of a step of so many model FLOPs."""
-    tflops = flops / seconds / num_devices / 1e12
-    return {
-        "tokens_per_second": target_tokens / seconds,
-        "tflops_per_device": tflops,
-        "mfu": None if peak_tflops is None else tflops / peak_tflops,
-    }
-
 
 def peak_memory_bytes() -> int | None:
     """The peak of this process's devices so far; None where they do not report it, such as CPUs."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def band_limit(values: Sequence[float], width: float, *, least: int = LEAST_LOSSES) -> float:
-    """The upper end of the band of normal values: the median of the finite values plus `width` robust deviations.
-
-    A robust deviation is 1.4826 times the median distance from the median, and at least 1 % of the median. With fewer
-    than `least` finite values the limit is infinity.
-    Source: Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation", section 1.
-    """
-    finite = np.asarray([value for value in values if math.isfinite(value)], np.float64)
-    if len(finite) < least:
-        return math.inf
-    median = np.median(finite)
-    deviation = _TO_DEVIATION * np.median(np.abs(finite - median))
-    return float(median + width * max(deviation, _LEAST_DEVIATION * abs(median)))

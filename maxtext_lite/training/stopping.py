@@ -90,7 +90,8 @@ class Stop:
         """
         request = self._request(is_end_requested)
         if self._largest is not None:
-            previous, self._polled = self._polled, self._largest(request)
+            previous = self._polled
+            self._polled = self._largest(request)
             if devices_share_threads():
                 jax.block_until_ready(self._polled)
             request = 0 if previous is None else int(previous)

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.analysis.branching import (
+from maxtext_lite.analysis.branches import (
     branch_sizes,
     compared_examples,
     critical_batch,

@@ -1,7 +1,6 @@
 """Accelerators are known by jax's words and by short ones; the least time of a step is that of its slowest resource."""
 
 import pytest
-import yaml
 
 from maxtext_lite.analysis.step_time import roofline
 from maxtext_lite.batching.devices import (
@@ -13,10 +12,9 @@ from maxtext_lite.batching.devices import (
 )
 from maxtext_lite.config import UserError
 from tests.source_tree import REPOSITORY
+from tests.tables import read_table
 
-TABLE = yaml.safe_load(
-    (REPOSITORY / "tests" / "batching" / "devices.yml").read_text(encoding="utf-8")
-)
+TABLE = read_table("batching/devices.yml")
 
 
 def test_what_jax_calls_a_device_is_known_with_its_peaks():

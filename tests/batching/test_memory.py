@@ -1,7 +1,6 @@
 """The memory of a device is as worked out in memory.yml; its peak is the fullest moment; and steps made smaller."""
 
 import pytest
-import yaml
 
 from maxtext_lite.analysis.memory import estimate_memory
 from maxtext_lite.analysis.smaller_step import smaller_step
@@ -10,12 +9,9 @@ from maxtext_lite.batching.ledger import PARTS
 from maxtext_lite.batching.parameters import vocab_tiles
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
-from tests.source_tree import REPOSITORY
+from tests.tables import arithmetic, read_table
 
-ROWS = yaml.load(
-    (REPOSITORY / "tests" / "batching" / "memory.yml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader,
-)
+ROWS = read_table("batching/memory.yml")
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
 V, D, N, K, H, F, L, T = 320, 128, 8, 4, 16, 384, 4, 256
 MATRICES = L * (2 * D * N * H + 2 * D * K * H + 3 * D * F)
@@ -91,10 +87,10 @@ def found_in(row):
     "row", ROWS, ids=lambda row: f"{row['keys']} {row.get('mesh', '')}"
 )
 def test_bytes_are_as_worked_out_by_hand(row):
-    found, arithmetic = found_in(row)
+    found, expressions = found_in(row)
     before = found_in(row | row["than"])[0] if "than" in row else {}
-    for name, text in arithmetic.items():
-        expected = eval(text, {"__builtins__": {}}, NAMES)
+    for name, text in expressions.items():
+        expected = arithmetic(text, NAMES)
         if "within" in row:
             expected = pytest.approx(expected, rel=row["within"])
         assert found[name] - before.get(name, 0) == expected, name

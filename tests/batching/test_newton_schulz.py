@@ -2,12 +2,11 @@
 optimizer=muon has more than one with adamw."""
 
 import pytest
-import yaml
 
 from maxtext_lite.analysis.step_time import orthogonalized
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config import load_config
-from tests.source_tree import REPOSITORY
+from tests.tables import read_table
 
 MODEL = [
     "base_emb_dim=256",
@@ -20,9 +19,7 @@ MODEL = [
     "optimizer=muon",
     "ici_fsdp_parallelism=1",
 ]
-ROWS = yaml.safe_load(
-    (REPOSITORY / "tests" / "batching" / "muon.yml").read_text(encoding="utf-8")
-)
+ROWS = read_table("batching/muon.yml")
 EMBED = ("expert", "context", "fsdp")
 
 

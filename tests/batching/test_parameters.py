@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import jax
 import pytest
-import yaml
 
 from maxtext_lite.analysis.program import bytes_per_device
 from maxtext_lite.batching.parameters import (
@@ -23,11 +21,9 @@ from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepContext, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES
 from tests.meshes import mesh_of
+from tests.tables import arithmetic, read_table
 
-TABLE = yaml.load(
-    (Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader,
-)
+TABLE = read_table("batching/parameters.yml")
 SMALL = [
     "vocab_size=320",
     "base_emb_dim=4",
@@ -39,16 +35,12 @@ SMALL = [
 ]
 
 
-def arithmetic(text):
-    return eval(text, {"__builtins__": {}}, NAMES)
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("row", TABLE["counted"], ids=str)
 def test_parameters_are_as_counted_by_hand(row):
     count = count_parameters(load_config(None, row["keys"]), **row.get("mesh", {}))
     assert {kind: getattr(count, kind) for kind in row["count"]} == {
-        kind: arithmetic(text) for kind, text in row["count"].items()
+        kind: arithmetic(text, NAMES) for kind, text in row["count"].items()
     }
 
 
@@ -57,12 +49,12 @@ def test_parameters_are_as_counted_by_hand(row):
 def test_flops_are_as_counted_by_hand(row):
     config = load_config(None, [*SMALL, *row["keys"]])
     assert flops_per_example(config, 7) == pytest.approx(
-        arithmetic(row["flops"]), rel=1e-12
+        arithmetic(row["flops"], NAMES), rel=1e-12
     )
     if "active" in row:
-        assert active_parameters(config) == arithmetic(row["active"])
+        assert active_parameters(config) == arithmetic(row["active"], NAMES)
     if "total" in row:
-        assert count_parameters(config).total == arithmetic(row["total"])
+        assert count_parameters(config).total == arithmetic(row["total"], NAMES)
 
 
 @pytest.mark.parametrize(

@@ -72,22 +72,3 @@ def test_the_bubble_is_the_share_of_ticks_without_work(sizes):
                 (work.forward is None) + (work.backward is None) for work in row
             )
             assert Fraction(missing, 2 * len(row)) == shape.bubble_fraction("1f1b")
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("schedule", "stages"),
-    [
-        ("gpipe", ["F0 F1 . . B1 B0", ". F0 F1 B1 B0 ."]),
-        ("1f1b", ["F0 F1 B0 B1", ". F0B0 F1B1 ."]),
-    ],
-)
-def test_by_hand_two_stages_two_pieces(schedule, stages):
-    def shown(work):
-        pieces = (("F", work.forward), ("B", work.backward))
-        return "".join(f"{way}{piece.number}" for way, piece in pieces if piece) or "."
-
-    assert [
-        " ".join(map(shown, row))
-        for row in PipelineShape(2, 2, 1, 1).timetable(schedule)
-    ] == stages

@@ -1,10 +1,8 @@
 """Plans are those worked out by hand in plans.yml; what a resume changes; and what all plans have in common."""
 
 import json
-from pathlib import Path
 
 import pytest
-import yaml
 
 from maxtext_lite.batching import (
     format_plan,
@@ -15,10 +13,9 @@ from maxtext_lite.batching import (
     scaled_optimizer,
 )
 from maxtext_lite.config import UserError, load_config
+from tests.tables import read_table
 
-ROWS = yaml.load(
-    (Path(__file__).parent / "plans.yml").read_text(encoding="utf-8"), yaml.CSafeLoader
-)
+ROWS = read_table("batching/plans.yml")
 
 
 def plan_of(*overrides, num_devices=8, **machine):

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from maxtext_lite import load_config, make_plan
+from maxtext_lite.analysis.expected import least_step
 from maxtext_lite.analysis.ranking import _legal_meshes, choose, rank
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
-from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
+from maxtext_lite.analysis.tuning import Timing, tune
 from maxtext_lite.batching import Topology, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.plan import resolve
@@ -175,8 +176,7 @@ def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
     each = found[0]  # as `tune` reports it
-    candidate = Candidate(dict(each.keys), each.config, each.plan)
-    assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
+    assert least_step(each.config, each.plan, DEVICE) == each.time
 
 
 @pytest.mark.fast
@@ -300,8 +300,3 @@ def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(
     config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
     assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
     assert list(dict.fromkeys(measured)) == expected
-
-
-def test_a_ramp_is_refused():
-    with pytest.raises(UserError, match="enable_rampup_batch_size"):
-        Machine("enable_rampup_batch_size=true").tune()

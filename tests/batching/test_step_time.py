@@ -3,19 +3,15 @@
 import dataclasses
 
 import pytest
-import yaml
 
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.analysis.step_time import StepModel, flops_of_example
 from maxtext_lite.batching import flops_per_example
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.topology import MeshSizes
-from tests.source_tree import REPOSITORY
+from tests.tables import arithmetic, read_table
 
-ROWS_OF_TABLE = yaml.load(
-    (REPOSITORY / "tests" / "batching" / "seconds.yml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader,
-)
+ROWS_OF_TABLE = read_table("batching/seconds.yml")
 DEVICE = Device(
     "toy",
     "gpu",
@@ -83,10 +79,6 @@ NAMES = {
     "ROWS": ROWS,
     "SCORES": SCORES,
 }
-
-
-def arithmetic(text, names):
-    return eval(text, {"__builtins__": {}}, names)
 
 
 def times_of(row):

@@ -6,7 +6,7 @@ import yaml
 
 from maxtext_lite.batching import load_plan
 from maxtext_lite.config import UserError
-from tests.refusals import RL_FILE, changes, random_words
+from tests.refusals import changes
 from tests.source_tree import REPOSITORY
 
 # Every scalar stays the text that the command line would have.
@@ -17,14 +17,11 @@ DRAWN = yaml.load(
 
 
 def asked(rng):
-    """A file, words of a command line and a machine."""
+    """Words of a command line and a machine."""
     machine = {
         "num_devices": rng.choice([1, 4, 6, 8, 64]),
         "num_hosts": rng.choice([1, 1, 1, 1, 2, 3]),
     }
-    if rng.random() < 0.3:
-        is_rl = rng.random() < 0.4
-        return RL_FILE if is_rl else None, random_words(rng, is_rl=is_rl), machine
     words = ["num_experts=24"]  # for an expert axis to divide
     for often, share in (("often", 0.15), ("seldom", 0.04)):
         words += [
@@ -32,15 +29,15 @@ def asked(rng):
             for key, values in DRAWN[often].items()
             if rng.random() < share
         ]
-    return None, words, machine
+    return words, machine
 
 
-def planned(file, words, machine, changed):
+def planned(words, machine, changed):
     """(the plan or None, what is wrong) of a config with changes of keys and of the machine."""
     on = {name: int(changed.get(name, number)) for name, number in machine.items()}
     keys = [f"{key}={value}" for key, value in changed.items() if key not in machine]
     try:
-        return load_plan(file, [*words, *keys], **on, num_examples=1000)[1], ()
+        return load_plan(None, [*words, *keys], **on, num_examples=1000)[1], ()
     except UserError as error:
         return None, error.problems
 
@@ -70,9 +67,9 @@ def test_a_random_config_plans_or_names_changes_that_lead_to_a_plan():
     rng = random.Random(3)
     plans = 0
     for _ in range(60):
-        file, words, machine = asked(rng)
+        words, machine = asked(rng)
         changed = {}
-        plan, problems = planned(file, words, machine, changed)
+        plan, problems = planned(words, machine, changed)
         plans += plan is not None
         for _ in range(4):
             if plan is not None:
@@ -86,8 +83,7 @@ def test_a_random_config_plans_or_names_changes_that_lead_to_a_plan():
             named = [changes(problem) for problem in problems if "Nearest" in problem]
             for first, *_ in named:
                 changed |= first
-            plan, problems = planned(file, words, machine, changed)
+            plan, problems = planned(words, machine, changed)
         assert not problems, (words, machine, changed, problems)
-        if plan.rl is None:
-            check_arithmetic(plan)
+        check_arithmetic(plan)
     assert 10 < plans < 50

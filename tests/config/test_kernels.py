@@ -1,7 +1,6 @@
 """The kernels of attention and of experts' matmuls on each kind of device: the best one that does what is needed."""
 
 import pytest
-import yaml
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import (
@@ -13,6 +12,7 @@ from maxtext_lite.config.kernels import (
     planned_kernel,
 )
 from tests.source_tree import REPOSITORY
+from tests.tables import read_table
 
 BFLOAT16 = "dtype=bfloat16"
 CPU, BARE = Accelerator("cpu"), Accelerator("gpu", "9.0")  # without tokamax
@@ -29,9 +29,7 @@ DEVICES = {
     "tpu": Accelerator("tpu"),
     "cpu": CPU,
 }
-TABLE = yaml.safe_load(
-    (REPOSITORY / "tests" / "config" / "kernels.yml").read_text(encoding="utf-8")
-)
+TABLE = read_table("config/kernels.yml")
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yml"))
 
 

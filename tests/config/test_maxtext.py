@@ -3,21 +3,18 @@
 from fractions import Fraction
 
 import pytest
-import yaml
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.hf.maxtext import maxtext_defaults, maxtext_models, translate
 from tests.source_tree import REPOSITORY
+from tests.tables import read_table
 
 BASE_KEYS = (
     (REPOSITORY / "tests" / "maxtext_base_keys.txt").read_text(encoding="utf-8").split()
 )  # of MaxText 0.2.5
-TABLE = yaml.load(
-    (REPOSITORY / "tests" / "config" / "maxtext.yml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader,
-)
+TABLE = read_table("config/maxtext.yml")
 
 
 def config_of(stated, num_devices=None):

@@ -34,22 +34,6 @@ from maxtext_lite.config.json_file import (
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (Fraction(16), "16"),
-        (16.0, "16"),
-        (Fraction(1, 4), "0.25"),
-        (Fraction(1, 3), "1/3"),
-        (1e-8, "1e-08"),
-        (Fraction(10000000001, 4096), "10000000001/4096"),
-        (Fraction(10**16), "10000000000000000"),
-    ],
-)
-def test_numbers_are_shown_as_a_config_holds_them(value, text):
-    assert number_text(value) == text
-
-
 @given(st.fractions())
 def test_the_text_of_a_fraction_is_exact(value):
     assert Fraction(number_text(value)) == value

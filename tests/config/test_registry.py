@@ -1,91 +1,75 @@
-"""Names that a config selects are found when used, and a missing part says so."""
+"""Names that a config selects are found when used; a part that is absent says so where a key asks for it."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from maxtext_lite.config import UserError, registry
+from maxtext_lite.config import UserError, load_config, registry
+from maxtext_lite.config.optional import load_asked
+
+ABSENT = "maxtext_lite.no_such_room.module:thing"
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch):
-    targets = {
-        "here": "maxtext_lite.config.errors:UserError",
-        "missing room": "maxtext_lite.no_such_room.module:thing",
-    }
-    monkeypatch.setattr(registry, "_BUILT_IN", {"kind": targets})
-    registry._targets.cache_clear()
-    yield
-    registry._targets.cache_clear()
+def kinds(table):
+    targets = {"here": "maxtext_lite.config.errors:UserError", "absent": ABSENT}
+    table(kind=targets, hook={"absent": ABSENT})
 
 
-def test_a_name_is_imported_when_it_is_used():
-    from maxtext_lite.config.errors import UserError
+@pytest.fixture
+def add(monkeypatch):
+    """A function that has another package add a name to every kind."""
 
+    def add_name(name, value):
+        point = SimpleNamespace(name=name, value=value)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+        registry._targets.cache_clear()
+
+    return add_name
+
+
+def test_a_name_is_imported_when_it_is_used_and_an_absent_part_is_said_to_be():
     assert registry.load("kind", "here") is UserError
     assert registry.names("other kind") == ()
-
-
-def test_a_part_that_is_absent_is_said_to_be():
-    assert not registry.is_installed("kind", "missing room")
+    assert registry.installed_names("kind") == ("here",)
+    assert [*registry.load_installed("kind")] == [UserError]
     with pytest.raises(registry.NotInstalled):
-        registry.load("kind", "missing room")
+        registry.load("kind", "absent")
 
 
-def test_only_what_is_installed_is_loaded(monkeypatch):
-    monkeypatch.setattr(
-        registry,
-        "_BUILT_IN",
-        {
-            "kind": {
-                "a": "maxtext_lite.no_room:x",
-                "b": "maxtext_lite.config.errors:Refusal",
-            }
-        },
-    )
-    registry._targets.cache_clear()
-    assert [item.__name__ for item in registry.load_installed("kind")] == ["Refusal"]
+@pytest.mark.fast
+def test_an_absent_part_is_left_out_unless_its_key_was_set():
+    keys = ("log_to", "prometheus_port")
+    config = load_config(None, ["dataset_type=synthetic"])
+    assert load_asked(config, "hook", "absent", *keys) is None
+    config = load_config(None, ["dataset_type=synthetic", "prometheus_port=9000"])
+    with pytest.raises(registry.NotInstalled, match=r"^prometheus_port=9000: "):
+        load_asked(config, "hook", "absent", *keys)
 
 
 def test_a_package_that_an_installed_part_lacks_is_named_as_python_names_it(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, table
 ):
     (tmp_path / "needs_more.py").write_text("import a_package_nobody_has\nthing = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_BUILT_IN", {"kind": {"broken": "needs_more:thing"}})
-    registry._targets.cache_clear()
+    table(kind={"broken": "needs_more:thing"})
     with pytest.raises(ModuleNotFoundError, match="a_package_nobody_has"):
         registry.load("kind", "broken")
 
 
-def test_another_package_adds_names(monkeypatch):
-    class Point:
-        name = "theirs"
-        value = "json:loads"
-
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()])
-    registry._targets.cache_clear()
-    import json
-
+def test_another_package_adds_names(add):
+    add("theirs", "json:loads")
     assert registry.load("kind", "theirs") is json.loads
 
 
-def test_what_is_installed_is_known_without_an_import():
-    assert registry.installed_names("kind") == ("here",)
-
-
-@pytest.mark.parametrize("value", ["json:no_such_name", "json"])
-def test_an_entry_point_that_names_nothing_is_refused_by_its_name(value, monkeypatch):
-    point = SimpleNamespace(name="theirs", value=value)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    registry._targets.cache_clear()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("theirs", "json:no_such_name"), ("theirs", "json"), ("here", "json:loads")],
+)
+def test_an_entry_point_that_names_nothing_or_one_of_our_names_is_refused(
+    name, value, add
+):
+    add(name, value)
     with pytest.raises(UserError, match=value):
-        registry.load("kind", "theirs")
-
-
-def test_another_package_cannot_take_one_of_our_names(monkeypatch):
-    point = SimpleNamespace(name="here", value="json:loads")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    registry._targets.cache_clear()
-    with pytest.raises(UserError, match="json:loads"):
-        registry.names("kind")
+        registry.load("kind", name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.config import UserError, load_config, registry
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import Refusal
 from maxtext_lite.config.load import Provided
 
@@ -19,17 +19,6 @@ def provide(path, stated, max_target_length):
     contradictions = [Refusal("vocab_size", "vocab_size contradicts theirs.")]
     refusals = contradictions if "vocab_size" in stated else []
     return Provided("theirs.toml", values, refusals, NAMES)
-
-
-@pytest.fixture
-def table(monkeypatch):
-    def set_to(**kinds):
-        monkeypatch.setattr(registry, "_BUILT_IN", {**registry._BUILT_IN, **kinds})
-        registry._targets.cache_clear()
-
-    yield set_to
-    monkeypatch.undo()
-    registry._targets.cache_clear()
 
 
 @pytest.fixture

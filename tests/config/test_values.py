@@ -15,7 +15,6 @@ from maxtext_lite.config import (
     single_path,
 )
 from maxtext_lite.config.keys import listed, name_of_path, require_trackers
-from maxtext_lite.config.nearest import around, divisors_around, multiples_around
 from maxtext_lite.config.yaml import parse_mapping, parse_value
 
 
@@ -235,19 +234,3 @@ def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
     require_trackers("tensorboard")
     with pytest.raises(UserError, match=r"(?s)\[wandb\].*\[mlflow\]"):
         require_trackers("tensorboard,wandb,mlflow")
-
-
-# ---- Rules and the values near one that they refuse ----------------------------------------------------------------
-
-
-def test_values_come_from_the_nearest_on_either_side():
-    assert around([8, 1, 4, 2], 3) == [2, 4]
-    assert around([8, 1, 4, 2], 1) == [2]
-    assert divisors_around(6, 2) == [1, 3]
-    assert divisors_around(4, Fraction(3)) == [2, 4]
-    eighth = Fraction(1, 8)
-    assert multiples_around(eighth, Fraction(3, 10)) == [2 * eighth, 3 * eighth]
-    assert multiples_around(2, 4) == [2, 6]
-    assert multiples_around(2, 1) == [2]
-    # Floats would give another number.
-    assert multiples_around(3, 10**18, offset=1)[1] == 10**18 + 3

@@ -1,7 +1,5 @@
 """Examples for SFT and DPO: whole sequences in rows, with weight only on answers; misfits are counted."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.post_training.answers import Sequences
 from maxtext_lite.post_training.conversations import Tokenized
+from tests.run_directories import write_lines
 
 END = 256
 PAIRS = [
@@ -24,8 +23,7 @@ LONG = [
 
 
 def opened(tmp_path, lines, kind="sft", **changes):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "data.jsonl", lines)
     values = {
         "dataset_type": kind,
         "dataset_path": path,

@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import json
 import pickle
 
 import numpy as np
@@ -12,6 +11,7 @@ from maxtext_lite.data import open_mixture
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.parallel import make_mesh, sharding
+from tests.run_directories import write_lines
 
 T = 32
 
@@ -31,7 +31,7 @@ def texts(tmp_path_factory):
             {key: "x" * int(rng.integers(1, n)) for key, n in most.items()}
             for _ in range(count)
         ]
-        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        write_lines(directory / f"{name}.jsonl", lines)
     return directory
 
 

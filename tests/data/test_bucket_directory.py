@@ -9,7 +9,7 @@ from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.prepared import open_prepared, verify
 from tests.bucket_emulator import bucket_server
-from tests.prepared import byte_shards, write_prepared
+from tests.prepared import byte_shards, flipped, write_prepared
 from tests.stores import s3_server
 
 pytestmark = pytest.mark.filterwarnings(
@@ -87,7 +87,7 @@ def test_a_dataset_is_read_as_from_a_local_directory(bucket, tmp_path, monkeypat
     assert list(verify(stream, starts)) == list(verify(expected, expected_starts))
 
     shard = (tmp_path / "data" / names[1]).read_bytes()
-    (tmp_path / "other").write_bytes(shard[:5] + b"?" + shard[6:])
+    (tmp_path / "other").write_bytes(flipped(shard, 5))
     bucket.upload(tmp_path / "other", names[1])
     if in_place:
         with pytest.raises(UserError) as caught:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
@@ -99,9 +100,9 @@ def slot_numbers(array: jax.Array) -> np.ndarray:
 
 def assert_same_batches(some, others):
     for one, other in zip(some, others, strict=True):
-        np.testing.assert_array_equal(one.example_ids, other.example_ids)
+        assert_array_equal(one.example_ids, other.example_ids)
         for name in FIELDS:
-            np.testing.assert_array_equal(
+            assert_array_equal(
                 np.asarray(one.arrays[name]), np.asarray(other.arrays[name])
             )
 
@@ -176,7 +177,7 @@ def test_a_run_of_any_length_begins_at_once_wherever_it_resumes():
     ) as iterator:
         for _ in range(2):
             ids = next(iterator).example_ids
-            np.testing.assert_array_equal(
+            assert_array_equal(
                 ids, example_ids(examples_seen, len(ids), num_examples=50, seed=0)
             )
             examples_seen += len(ids)

@@ -16,7 +16,7 @@ from maxtext_lite.data.prepared import (
     MANIFEST_FILE,
     open_prepared,
 )
-from tests.prepared import byte_shards, write_prepared
+from tests.prepared import byte_shards, flipped, write_prepared
 from tests.stores import Memory
 
 TEXTS = ["one", "two words", "x" * 5000, "the last document", "another" * 9, "end"]
@@ -88,11 +88,6 @@ def test_the_remains_of_a_killed_start_are_fetched_again(bucket, monkeypatch):
     again = [name for method, name in bucket.calls if method == "get_file"]
     assert SHARDS[1] in again
     assert SHARDS[0] not in again
-
-
-def flipped(content):
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Megatron's .bin and .idx: the same rows as from the same documents as text, and refusals."""
 
-import json
 import pathlib
 import pickle
 import struct
@@ -8,8 +7,10 @@ import struct
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.sources import open_sources
+from maxtext_lite.config import UserError
+from tests.data.test_sources import opened as open_data
+from tests.prepared import flipped
+from tests.run_directories import write_lines
 
 CODES = {"u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 TEXTS = ["one", "two words", "x" * 50, "the last", "another " * 9, "end"]
@@ -40,17 +41,9 @@ def write_megatron(
     prefix.with_suffix(".idx").write_bytes(header + numbers)
 
 
-def opened(path, **changes):
-    keys = {
-        "dataset_path": path,
-        "dataset_type": "megatron",
-        "max_target_length": 8,
-        "eval_fraction": 0,
-    }
-    keys |= {"eval_interval": -1, **changes}
-    return open_sources(
-        load_config(None, [f"{key}={value}" for key, value in keys.items()])
-    )[0]
+def opened(path, dataset_type="megatron", **changes):
+    source, _ = open_data(path, dataset_type=dataset_type, vocab_size=257, **changes)
+    return source
 
 
 @pytest.mark.parametrize(
@@ -58,9 +51,7 @@ def opened(path, **changes):
     [("concat", "<u2", 1), ("none", "<i4", 1), ("best_fit", "<i8", 3)],
 )
 def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences_each):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    )
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     write_megatron(
         tmp_path / "m.x", DOCUMENTS, dtype=dtype, sequences_each=sequences_each
     )
@@ -107,10 +98,7 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
 DAMAGES = {
     "no index": ("m.idx", lambda content: b""),
     "floats": ("m.idx", lambda content: content[:17] + b"\6" + content[18:]),
-    "a document": (
-        "m.idx",
-        lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:],
-    ),
+    "a document": ("m.idx", lambda content: flipped(content, 106)),
     "cut tokens": ("m.bin", lambda content: content[:-2]),
 }
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.data.order import FILE_ORDER, example_ids, examples_hash
 
@@ -60,7 +61,7 @@ def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(
             example_ids(first, min(count, 333 - first), **keys)
             for first in range(0, 333, count)
         ]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
+        assert_array_equal(np.concatenate(parts), whole)
     assert example_ids(5, 0, **keys).shape == (0,)
 
 
@@ -71,8 +72,8 @@ def test_the_order_of_earlier_versions_still_holds():
         [248, 645, 871, 998, 272, 18, 916, 4],
         [911195518, 1990298159, 572095244, 898367037],
     )
-    np.testing.assert_array_equal(example_ids(0, 8, num_examples=1000, seed=0), small)
-    np.testing.assert_array_equal(
+    assert_array_equal(example_ids(0, 8, num_examples=1000, seed=0), small)
+    assert_array_equal(
         example_ids(3_000_000_000, 4, num_examples=2**31 - 1, seed=5), large
     )
 

@@ -1,6 +1,5 @@
 """Prompts from lines in every form, by hand; generated problems; prompts held out, dropped and refused."""
 
-import json
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.post_training.prompts import open_prompts
+from tests.run_directories import write_lines
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -31,9 +31,7 @@ def lines(tmp_path):
     keys += " max_prefill_predict_length=100 max_target_length=200"
 
     def write(*values, name="d.jsonl"):
-        text = "".join(json.dumps(value) + "\n" for value in values)
-        (tmp_path / name).write_text(text)
-        return [f"dataset_path={tmp_path / name}", *keys.split()]
+        return [f"dataset_path={write_lines(tmp_path / name, values)}", *keys.split()]
 
     return write
 

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
@@ -148,7 +149,7 @@ def test_the_split_shares_out_every_target_and_leaks_none(
         is_held_out = i >= len(training)
         example = evaluation[i - len(training)] if is_held_out else training[i]
         for name, values in whole[i].items():
-            np.testing.assert_array_equal(example[name], values)
+            assert_array_equal(example[name], values)
         targets[is_held_out].extend(
             t for t in example["targets"].tolist() if t > 100_000
         )
@@ -209,8 +210,8 @@ def test_synthetic_examples_are_a_function_of_their_number():
     )
     for i in (0, 2**31 - 2):
         row, again = training[i], opened("", **keys)[0][i]
-        np.testing.assert_array_equal(row["tokens"], again["tokens"])
-        np.testing.assert_array_equal(row["tokens"][1:], row["targets"][:-1])
+        assert_array_equal(row["tokens"], again["tokens"])
+        assert_array_equal(row["tokens"][1:], row["targets"][:-1])
         assert 0 <= row["tokens"].min() < 20 < 300 <= row["tokens"].max() < 320
     for other in (training[1], evaluation[0]):
         assert (training[0]["tokens"] == other["tokens"]).mean() < 0.05
@@ -250,7 +251,7 @@ def test_a_prepared_dataset_gives_the_rows_of_its_text(tmp_path, packing):
         assert copy.count_targets(ids) == text.count_targets(ids)
         for number in range(len(text)):
             for name, values in text[number].items():
-                np.testing.assert_array_equal(copy[number][name], values)
+                assert_array_equal(copy[number][name], values)
         assert (
             copy.fingerprint == records.fingerprint != text.fingerprint
         )  # it is the manifest's

@@ -11,17 +11,14 @@ from maxtext_lite.data import sources_on_hosts
 from maxtext_lite.data.sources_on_hosts import (
     open_sources_on_hosts,
 )
+from tests.run_directories import write_lines
 
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "documents.jsonl"
     rng = np.random.default_rng(0)
-    path.write_text(
-        "".join(
-            json.dumps({"text": "x" * int(n)}) + "\n" for n in rng.integers(1, 60, 40)
-        )
-    )
+    lines = [{"text": "x" * int(n)} for n in rng.integers(1, 60, 40)]
+    path = write_lines(tmp_path / "documents.jsonl", lines)
     return load_config(
         None, [f"dataset_path={path}", "max_target_length=16", "eval_fraction=0.1"]
     )

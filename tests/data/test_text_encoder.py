@@ -24,6 +24,7 @@ from maxtext_lite.inference.stream_text import WrittenText
 from maxtext_lite.post_training.conversations import Renderer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import document_reader
+from tests.run_directories import write_lines
 
 SPECIAL = ["<end>", "<begin>", "<|user|>", "<|assistant|>", "<turn>"]
 END, BEGIN, TURN = 0, 1, 4
@@ -75,6 +76,22 @@ def config_of(directory, *words):
 def encoder_of(directory, *words):
     config = config_of(directory, *words)
     return TextEncoder(config, load_tokenizer(config))
+
+
+def turns_of(user, assistant):
+    return [
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": assistant},
+    ]
+
+
+def renderer_of(directory, template, *words):
+    """Of conversations, by a template that is written beside the tokenizer."""
+    path = directory / "t.jinja"
+    path.write_text(template)
+    words = ["dataset_type=sft", f"chat_template={path}", *words]
+    config = config_of(directory, *words)
+    return Renderer(config, TextEncoder(config, load_tokenizer(config)))
 
 
 PAIRS = [("<end>", END), ("<begin>", BEGIN), ("<turn>", TURN)]
@@ -220,9 +237,7 @@ def test_special_tokens_that_a_document_spells_are_characters_unless_asked(
     with pytest.raises(UserError, match=r"^d:1: .*<turn>"):
         encoder.check("d:1", SPELLED[0])
     # A text in memory and a run's note on it.
-    (tmp_path / "d.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in SPELLED)
-    )
+    write_lines(tmp_path / "d.jsonl", [{"text": text} for text in SPELLED])
     keys = [
         "dataset_type=text",
         f"dataset_path={tmp_path / 'd.jsonl'}",
@@ -298,20 +313,11 @@ def test_added_tokens_that_frame_turns_are_characters_in_their_contents(
     directory = save(made, tmp_path / "t")
     template = CHATML.replace("'<|' + m.role", "(m.tool or '') + '<|' + m.role")
     template = template.replace("+ m.content", "+ (m.thought or '') + m.content")
-    (tmp_path / "t.jinja").write_text("{# <tool> #}" + template)
-    config = config_of(
-        directory,
-        "dataset_type=sft",
-        f"chat_template={tmp_path / 't.jinja'}",
-        f"special_tokens_in_text={policy}",
-    )
-    renderer = Renderer(config, TextEncoder(config, load_tokenizer(config)))
+    policy_word = f"special_tokens_in_text={policy}"
+    renderer = renderer_of(directory, "{# <tool> #}" + template, policy_word)
 
     def names(user, assistant):
-        turns = [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": assistant},
-        ]
+        turns = turns_of(user, assistant)
         (rendered,) = renderer.sft_texts("d:1", {"messages": turns})
         ids = renderer.tokens([rendered])[0].token_ids.tolist()
         tokens = [made.id_to_token(token) for token in ids]
@@ -342,18 +348,8 @@ def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_template
     directory = save(made, tmp_path / "t")
 
     def tokenized(content, template=CHATML, *words):
-        (tmp_path / "t.jinja").write_text(template)
-        config = config_of(
-            directory,
-            "dataset_type=sft",
-            f"chat_template={tmp_path / 't.jinja'}",
-            *words,
-        )
-        renderer = Renderer(config, TextEncoder(config, load_tokenizer(config)))
-        turns = [
-            {"role": "user", "content": content},
-            {"role": "assistant", "content": f"be {content}."},
-        ]
+        renderer = renderer_of(directory, template, *words)
+        turns = turns_of(content, f"be {content}.")
         (found,) = renderer.tokens(renderer.sft_texts("d:1", {"messages": turns}))
         return found
 
@@ -387,14 +383,12 @@ def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_template
 def test_notes_count_the_special_tokens_of_the_lines_they_are_about(tmp_path):
     directory = save(letters(), tmp_path / "t")
     (tmp_path / "t.jinja").write_text(CHATML)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "To"}]
-    lines = [{"messages": turns}] * 2
-    lines += [{"messages": [{"role": "user", "content": "<turn>"}, turns[1]]}]
+    lines = [{"messages": turns_of("a", "To")}] * 2
+    lines += [{"messages": turns_of("<turn>", "To")}]
     lines[0] = {"prompt": "a", "completion": "<turn>"}
 
     def opened(config):
-        file = tmp_path / "data.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(tmp_path / "data.jsonl", lines)
         return open_sources(config)
 
     keys = ["dataset_type=sft", f"dataset_path={tmp_path / 'data.jsonl'}"]
@@ -429,7 +423,7 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
     file = tmp_path / "d.jsonl"
     for spelled in ("<turn>", "\uff1cturn\uff1e"):
         texts = ["To ?", f"To {spelled} To", "To"]
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_lines(file, [{"text": text} for text in texts])
         reader = DocumentReader(encoder)
         read = list(reader.read(Piece("d.jsonl", str(file), 0, WHOLE)))
         assert [isinstance(each, BadLine) for each in read] == [False, True, False]
@@ -444,11 +438,7 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
         chat=True,
         chat_template=str(tmp_path / "t.jinja"),
     )
-    turns = [
-        {"role": "user", "content": "To <turn>"},
-        {"role": "assistant", "content": "To"},
-    ]
-    file.write_text(json.dumps({"messages": turns}) + "\n")
+    write_lines(file, [{"messages": turns_of("To <turn>", "To")}])
     with pytest.raises(UserError, match=r"^d\.jsonl:1: .*<turn>"):
         list(
             document_reader(chat, encoder).texts(

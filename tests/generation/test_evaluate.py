@@ -20,14 +20,14 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
-from maxtext_lite.harness import HarnessModel, _asked
+from maxtext_lite.harness import HarnessModel
 from maxtext_lite.inference import scoring
 from maxtext_lite.inference.questions import (
     continued,
     read_questions,
     with_blank,
 )
-from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
+from maxtext_lite.inference.requests import EvaluateConfig
 from maxtext_lite.inference.scoring import TextScorer, evaluate
 from tests import hf_models
 
@@ -370,35 +370,6 @@ def test_a_context_that_a_chat_template_has_rendered_begins_once(model, tmp_path
     assert stored._scorer._span("<bos>uTobe", "no").tokens == span.tokens
     with pytest.raises(UserError, match="tool_use"):
         chat.chat_template("tool_use")
-
-
-@pytest.mark.parametrize(
-    ("options", "asked"),
-    [
-        (
-            {"do_sample": False, "temperature": 1.0, "max_gen_toks": 8},
-            {"temperature": 0, "max_new_tokens": 8},
-        ),
-        (
-            {"temperature": 0.7, "until": ["x", "y"]},
-            {"temperature": 0.7, "stop_strings": ["x", "y"], "max_new_tokens": 256},
-        ),
-        (
-            {
-                "do_sample": True,
-                "top_p": 0.5,
-                "max_gen_toks": None,
-                "max_new_tokens": 8,
-            },
-            {"temperature": 1, "top_p": 0.5, "max_new_tokens": 8},
-        ),
-    ],
-)
-def test_options_of_sampling_mean_what_they_mean_to_the_harness(options, asked):
-    """The draws of a request depend on its number, so repeated requests have answers of their own."""
-    assert _asked(3, "To be", options) == GenerateConfig(
-        prompt="To be", seed=3, **asked
-    )
 
 
 def test_wrong_options_of_a_request_and_wrong_arguments_of_a_model_are_refused(

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from maxtext_lite.config import load_config
 from maxtext_lite.hf.model_directory import hf_config
@@ -56,7 +57,7 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
         tokens = found.sequences[0].tolist()
         assert [token for token, _ in text] == tokens[len(prompt) :]
         expected = [torch.log_softmax(x[0], -1).max() for x in found.logits]
-        np.testing.assert_allclose([p for _, p in text], expected, atol=1e-4)
+        assert_allclose([p for _, p in text], expected, atol=1e-4)
         with torch.no_grad():
             whole = torch.log_softmax(theirs(found.sequences).logits[0, :-1], -1)
         likelihood = float(whole[range(len(tokens) - 1), tokens[1:]].sum())
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_the_argmax_of_the_whole_sequence_and_end_at_a_stop_to
         of_next = of_next[len(prompt) - 1 :][:6]
         assert [token for token, _ in text] == of_next.argmax(-1).tolist()
         probabilities = [p for _, p in text]
-        np.testing.assert_allclose(probabilities, of_next.max(-1), atol=1e-4)
+        assert_allclose(probabilities, of_next.max(-1), atol=1e-4)
 
     stop = texts[0][2][0]
     stopped = _texts(
@@ -122,9 +123,7 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_
     alone = _texts(sampler, PROMPTS[:1], **how)
     for one, other in [*zip(together, grown, strict=True), (together[0], alone[0])]:
         assert [token for token, _ in one] == [token for token, _ in other]
-        np.testing.assert_allclose(
-            [x for _, x in one], [x for _, x in other], atol=1e-5
-        )
+        assert_allclose([x for _, x in one], [x for _, x in other], atol=1e-5)
     next(split.stream(PROMPTS, **how | {"max_new_tokens": 2**31 - 1}))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError
 from maxtext_lite.hf import dequantized
@@ -193,8 +194,8 @@ def assert_holds(files, name, wanted, *box):
     stored = files.tensors[name]
     assert (stored.dtype, stored.shape) == ("BF16", wanted.shape)
     assert (wanted != 0).any()
-    np.testing.assert_array_equal(files.view(name), wanted)
-    np.testing.assert_array_equal(files.part(name, lambda: box)[box], wanted[box])
+    assert_array_equal(files.view(name), wanted)
+    assert_array_equal(files.part(name, lambda: box)[box], wanted[box])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,9 +239,7 @@ def test_a_quantized_directory_is_loaded_as_the_plain_one_of_its_numbers(tmp_pat
     config = hf_config(quantized)
     assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
     mesh = {"fsdp": 2, "tensor": 2, "data": 2}
-    jax.tree.map(
-        np.testing.assert_array_equal, load(plain)[1], load(quantized, **mesh)[1]
-    )
+    jax.tree.map(assert_array_equal, load(plain)[1], load(quantized, **mesh)[1])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
@@ -51,7 +52,7 @@ def logits_of(decoder, params):
 def equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x, np.asarray(y).reshape(x.shape)),
+        lambda x, y: assert_array_equal(x, np.asarray(y).reshape(x.shape)),
         one,
         other,
     )
@@ -93,7 +94,7 @@ def assert_logits(rows, name):
         # Dynamic rotation forgets what it has seen when it sees a short text.
         logits(theirs, TOKENS[:1])
         expected = logits(theirs, document)
-        np.testing.assert_allclose(got, expected, atol=1e-5 * largest, rtol=0)
+        assert_allclose(got, expected, atol=1e-5 * largest, rtol=0)
 
 
 def assert_exported(name, source, params, out, original, **how):
@@ -120,7 +121,7 @@ def assert_exported(name, source, params, out, original, **how):
         assert not report[problem]
     expected = logits(model(name), TOKENS)
     found = logits(read.eval(), TOKENS)
-    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
+    assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
 def assert_old_is_new(name, source, other, is_old):
@@ -292,7 +293,7 @@ def test_a_tied_model_may_store_its_table_twice_or_only_its_head_but_not_another
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         headed, attn_implementation="eager"
     ).eval()
-    np.testing.assert_array_equal(logits(theirs, TOKENS), logits(model(name), TOKENS))
+    assert_array_equal(logits(theirs, TOKENS), logits(model(name), TOKENS))
     expected = load(whole)[1]
     equal(expected, load(headed)[1])
     rewrite(whole, lambda tensors: tensors | {"lm_head.weight": tensors[table].copy()})

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
@@ -87,7 +88,7 @@ def export(directory, out, decoder, adapters):
 
 def assert_same(one, other):
     assert flat(one).keys() == flat(other).keys()
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(assert_array_equal, one, other)
 
 
 def logits_with(name, out, scale_of):
@@ -131,7 +132,7 @@ def test_adapters_add_in_transformers_what_they_add_here_and_are_read_back(
     theirs = logits_with(
         name, out, stated_scale(read_object(out / "adapter_config.json"))
     )
-    np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
+    assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
     found = adapter_of(out)
     assert (found.rank, found.alpha) == (3, 6)
     assert_same(read_peft_adapters(found, shapes_of(decoder)), adapters)
@@ -175,7 +176,7 @@ def assert_adds(name, out, scale_of, *, rank, alpha):
     decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
     ours = logits_of(decoder, jax.tree.map(np.asarray, params))[0]
     theirs = logits_with(name, out, scale_of)
-    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+    assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
     return decoder, config
 
 

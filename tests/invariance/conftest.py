@@ -1,15 +1,14 @@
 """Ragged documents, and the tiny model of runs that must agree."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
+from tests.tables import read_table
 from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
 
-TABLE = yaml.load((Path(__file__).parent / "matrix.yml").read_text(), yaml.CSafeLoader)
+TABLE = read_table("invariance/matrix.yml")
 MODEL = [*TINY, "base_num_kv_heads=4", "learning_rate=0.01"]
 
 

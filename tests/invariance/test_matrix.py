@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import (
@@ -26,6 +27,7 @@ from maxtext_lite.models import (
     Decoder,
     merged,
 )
+from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import CustomLoss, Predictions
@@ -33,7 +35,7 @@ from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
 from tests import responses
 from tests.invariance.conftest import TABLE
-from tests.training.conftest import LENGTH, make_setup
+from tests.training.conftest import LENGTH, make_setup, pairs_of_answers
 
 MODELS = TABLE["models"]
 COMMON = (
@@ -67,7 +69,6 @@ def neighbours(predictions, rows):
 
 
 OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
-EXAMPLES_OF_PAIRS = 16
 
 
 def drawn(abstract, seed, *, size=0.2, norm=1):
@@ -79,31 +80,6 @@ def drawn(abstract, seed, *, size=0.2, norm=1):
         return noise + np.float32(norm if "scale" in jax.tree_util.keystr(path) else 0)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
-
-
-def pairs_of_answers():
-    """Examples [16, 2 T] of up to 3 pairs with ragged answers and what a reference says of them; one has none."""
-    rng = np.random.default_rng(3)
-    shape = (EXAMPLES_OF_PAIRS, 2, LENGTH)
-    rows = {
-        name: np.zeros(shape, np.int32)
-        for name in ("tokens", "targets", "segments", "positions")
-    }
-    rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "reference")}
-    for example, side in itertools.product(range(EXAMPLES_OF_PAIRS), range(2)):
-        first = 0
-        for segment in range(1, 1 + (example + 3) % 4):
-            length = int(rng.integers(2, LENGTH // 3))
-            here = (example, side, slice(first, first + length))
-            rows["tokens"][here], rows["targets"][here] = rng.integers(
-                0, 264, (2, length)
-            )
-            rows["segments"][here], rows["positions"][here] = segment, np.arange(length)
-            rows["weights"][here] = rng.random(length) < 0.7
-            rows["weights"][example, side, first + length - 1] = 1
-            rows["reference"][example, side, first] = -5 + rng.normal()
-            first += length
-    return {name: x.reshape(EXAMPLES_OF_PAIRS, 2 * LENGTH) for name, x in rows.items()}
 
 
 class Reference:
@@ -119,7 +95,7 @@ class Reference:
             OBJECTIVES.get(model),
         )
         self.expert_layers = MODELS[model].get("expert_layers", 0)
-        self.rows = pairs_of_answers() if model == "DPO" else rows
+        self.rows = pairs_of_answers(len(rows["tokens"])) if model == "DPO" else rows
         self.it = make_setup(*self.keys)
         self.decoder = Decoder(dataclasses.replace(self.it.decoder.shape, lora=None))
         abstract = self.it.abstract
@@ -368,14 +344,12 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
             ),
             gradients,
         )
-        np.testing.assert_allclose(got.losses[:2], [loss, z_loss], rtol=2e-6)
+        assert_allclose(got.losses[:2], [loss, z_loss], rtol=2e-6)
         assert got.losses.aux.keys() == aux.keys()
         for part, value in aux.items():
-            np.testing.assert_allclose(
-                got.losses.aux[part], value, rtol=1e-5, err_msg=part
-            )
+            assert_allclose(got.losses.aux[part], value, rtol=1e-5, err_msg=part)
         assert aux.get(DROPPED, 1) > 0.05
-        np.testing.assert_array_equal(
+        assert_array_equal(
             got.expert_counts, counts
         )  # whole numbers, whatever the split
         assert got.counts[it.parts.objective.divisor] == one.counted(one.rows)
@@ -433,6 +407,9 @@ def only_tokens_cross(it, compiled, *, is_exchanged):
     ]
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
+    further = [c for c in crossing if FURTHER_ROUNDS in c.line]
+    assert further == [c for c in crossing if c.times is None]
+    assert bool(further) == is_exchanged
     looked_up = r"/vmap\([^/]*\)/sharding_constraint"  # on the way to the table of tokens and back
     gathers = [
         c.line
@@ -481,7 +458,7 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
     got = of((4, 4), {"tensor": 2, "context": 2})
     assert apart(got.gradients, want.gradients) < rounding / 5
-    np.testing.assert_allclose(got.losses.loss, want.losses.loss, rtol=1e-5)
+    assert_allclose(got.losses.loss, want.losses.loss, rtol=1e-5)
     assert got.counts["target_tokens"] == want.counts["target_tokens"]
 
 
@@ -502,7 +479,7 @@ def test_gradients_cross_in_grad_dtype(reference, rows):
         )
     exact, rounded, summed = results
     for x, y in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
-        np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
+        assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
     assert {leaf.dtype for leaf in jax.tree.leaves(summed)} == {np.dtype(np.float32)}
     assert (
         0
@@ -563,9 +540,7 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
         )
         found.append((parts[BALANCE], 0.5 * parts[BALANCE], 0.05 * parts[ROUTER_Z]))
         weights.append(np.count_nonzero(own["weights"]))
-        np.testing.assert_allclose(
-            [metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5
-        )
+        assert_allclose([metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5)
         want = jax.tree.map(
             lambda p, g, rate=metrics["learning_rate"]: p - rate * g,
             one.params[0],
@@ -574,15 +549,13 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
         moved = params["layers"]["mlp"].pop("router_bias") - want["layers"]["mlp"].pop(
             "router_bias"
         )
-        np.testing.assert_allclose(
+        assert_allclose(
             moved,
             0.01 * np.sign(np.mean(counts, -1, keepdims=True) - counts),
             rtol=1e-5,
         )
-        jax.tree.map(
-            lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), params, want
-        )
-    np.testing.assert_allclose(
+        jax.tree.map(lambda g, w: assert_allclose(g, w, atol=2e-6), params, want)
+    assert_allclose(
         [whole[name] for name in AUXILIARY], np.average(found, 0, weights), rtol=1e-5
     )
 
@@ -670,7 +643,7 @@ def test_updates_of_chunks_of_responses_are_those_of_the_unsplit_batch(
     )
     for name in set(want_metrics[0]) - {"groups", "group_squares"}:
         values = [[m[name] for m in each] for each in (metrics, want_metrics)]
-        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=name)
+        assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=name)
     # The policy has moved away from the one that it was: another share of its ratios is clipped.
     shares = [m["clip_fraction_low"] + m["clip_fraction_high"] for m in want_metrics]
     assert len({float(share) for share in shares}) > 1

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from maxtext_lite.config import Mla
 from maxtext_lite.models import (
@@ -92,10 +93,10 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(shape, monkeypatch):
 
     whole, of_prompt, steps = jax.device_get(run(random_params(decoder)))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(
+        assert_allclose(
             of_prompt[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5
         )
-        np.testing.assert_allclose(
+        assert_allclose(
             steps[:, row], whole[row, length : length + 5], rtol=1e-4, atol=1e-5
         )
 
@@ -184,16 +185,16 @@ def test_draws_follow_the_asked_distribution_and_log_probabilities_those_of_the_
     for (sampling, expected), (tokens, of_model), policy in zip(
         CASES, found, of_policy, strict=True
     ):
-        np.testing.assert_allclose(
+        assert_allclose(
             np.bincount(tokens, minlength=4) / draws,
             expected,
             atol=0.015,
             err_msg=sampling,
         )
         # Over all tokens, whatever the restriction; greedy draws are the model's own.
-        np.testing.assert_allclose(of_model, np.log(PROBABILITY)[tokens], rtol=1e-5)
+        assert_allclose(of_model, np.log(PROBABILITY)[tokens], rtol=1e-5)
         right = SQUARED if sampling.temperature == 0.5 else PROBABILITY
-        np.testing.assert_allclose(policy, np.log(right)[tokens], rtol=1e-5)
+        assert_allclose(policy, np.log(right)[tokens], rtol=1e-5)
 
 
 def test_of_equally_likely_tokens_top_p_keeps_the_fewest():

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import ExpertShape
-from maxtext_lite.models.experts import FURTHER_ROUNDS, ExpertWeights, dropless
+from maxtext_lite.models.experts import ExpertWeights, dropless
 from maxtext_lite.parallel import (
     sharding,
 )
@@ -71,32 +71,6 @@ def compiled_on(mesh, function=with_gradients):
     return compiled, lambda expert: jax.device_get(
         compiled(x, share, weights, g, jax.device_put(expert, rows))
     )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "exchanges", "shape"),
-    [
-        ({"fsdp": 2, "expert": 4}, True, ON_INPUT),
-        ({"expert": 2, "tensor": 2, "context": 2}, False, SHAPE),
-    ],
-    ids=["fsdp, on the input", "gathered"],
-)
-def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_are(
-    sizes, exchanges, shape
-):
-    """Also where one device is chosen by all and an exchange takes as many rounds as there can be."""
-    mesh = mesh_of(**sizes)
-    compiled, run = compiled_on(
-        mesh, lambda *arguments: with_gradients(*arguments, shape)
-    )
-    for expert in (EVEN, UNEVEN):
-        assert_close(run(expert), by_hand(expert, on_input=shape.on_input))
-    crossing = [c for c in collectives(compiled.as_text()) if "expert" in c.axes(mesh)]
-    further = [c for c in crossing if FURTHER_ROUNDS in c.line]
-    assert further == [c for c in crossing if c.times is None]
-    assert bool(further) == exchanges
-    assert any(c.kind == "all-gather" for c in crossing) != exchanges
-    assert any(c.kind == "all-to-all" for c in crossing)
 
 
 @pytest.mark.fast

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import ExpertShape
@@ -73,7 +74,7 @@ def with_gradients(x, w, g, axes, word, grad_dtype=jnp.float32):
 def assert_close(found, expected, tolerance=2e-6):
     for got, want in zip(found, expected, strict=True):
         want = np.asarray(want)
-        np.testing.assert_allclose(
+        assert_allclose(
             np.reshape(got, want.shape),
             want,
             rtol=0,
@@ -120,8 +121,8 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
         return scaled.scale, scaled.numbers.astype(jnp.float32) * scaled.scale
 
     scales, found = jax.device_get(run(rows))
-    np.testing.assert_array_equal(scales[:3], scale)
-    np.testing.assert_array_equal(found[:4], rows[:4])
+    assert_array_equal(scales[:3], scale)
+    assert_array_equal(found[:4], rows[:4])
     assert not np.isfinite(found[4:]).all(1).any()
 
 

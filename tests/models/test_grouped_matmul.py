@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.kernels.grouped_matmul import on_hopper, on_tpu
 from maxtext_lite.models.experts import (
@@ -71,7 +72,7 @@ def test_a_mapped_dim_becomes_more_groups(weights_mapped, kernel):
         )
         for got, right in zip(found, want, strict=True):
             # Rows after the groups hold nothing of use.
-            np.testing.assert_allclose(got[i, r][: len(right)], right, atol=1e-5)
+            assert_allclose(got[i, r][: len(right)], right, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes)
         with jax.default_matmul_precision("highest"):
             found = run(x, weight, groups, g)
         for got, right in zip(found, by_loop(x, weight, groups, g), strict=True):
-            np.testing.assert_allclose(
+            assert_allclose(
                 got[: len(right)], right, atol=1e-5 if sizes[0] == U else 1e-4
             )
 
@@ -113,7 +114,7 @@ def test_bfloat16_sums_in_float32():
     for got, right, tolerance in zip(
         (y, dx, dweight), want, (1e-5, 0.05, 0.05), strict=True
     ):
-        np.testing.assert_allclose(np.float64(got)[: len(right)], right, atol=tolerance)
+        assert_allclose(np.float64(got)[: len(right)], right, atol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", ["ragged_dot", "blocks", "tokamax"])
@@ -132,7 +133,7 @@ def test_those_of_int8_are_exact(kernel):
     y, dx = run(x, weight, SIZES[0], g)
     assert y.dtype == dx.dtype == jnp.int32
     for got, right in zip((y, dx), by_loop(x, weight, SIZES[0], g), strict=False):
-        np.testing.assert_array_equal(got[: len(right)], right)
+        assert_array_equal(got[: len(right)], right)
 
 
 # ---- For NVIDIA -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.models import DecoderLayer, DecoderShape, root_key
 from maxtext_lite.models.decoder import layer_of
@@ -49,7 +50,7 @@ def test_a_multiplier_that_two_bytes_do_not_hold_is_not_rounded():
     )
     y = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(jnp.bfloat16)
     want = (np.float64(y) * 0.22).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         jax.jit(nnx.merge(graph, state)._plus)(np.zeros_like(y), y), want
     )
 
@@ -71,7 +72,7 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
         found = jax.jit(jax.grad(total))(state)
     for name, row in (("table", 3), ("positions", 1)):
         gradient = np.float32(found[name][...])
-        np.testing.assert_array_equal(gradient[row], np.full(8, 1024.0))
+        assert_array_equal(gradient[row], np.full(8, 1024.0))
         assert np.count_nonzero(gradient) == 8
 
 
@@ -121,7 +122,7 @@ def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_tha
         return jax.lax.fori_loop(0, 5, product, jnp.zeros((5, 7), jnp.bfloat16))
 
     compiled = jax.jit(products).lower(stack).compile()
-    np.testing.assert_allclose(
+    assert_allclose(
         np.float64(compiled(stack)), np.float64(stack).sum(axis=1), rtol=2**-8
     )
     assert (
@@ -134,6 +135,6 @@ def test_all_bits_of_a_seed_count_and_one_of_32_bits_has_the_key_of_jax():
     keys = [tuple(np.asarray(jax.random.key_data(root_key(seed)))) for seed in seeds]
     assert len(set(keys)) == len(seeds)
     for seed in seeds[:4]:
-        np.testing.assert_array_equal(
+        assert_array_equal(
             keys[seeds.index(seed)], jax.random.key_data(jax.random.key(seed))
         )

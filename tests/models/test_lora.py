@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.models import (
     Adapted,
@@ -70,7 +71,7 @@ def test_beside_the_weights_they_add_what_they_add_merged_and_nothing_before_the
             np.asarray(run_plain(decoder.frozen(new))),
             np.asarray(run(changed)),
         )
-        np.testing.assert_array_equal(run(new), before)
+        assert_array_equal(run(new), before)
         assert np.abs(after - before).max() > 0.1 * np.abs(before).max()
         as_one = run_plain(jax.jit(merged)(changed))
     assert np.linalg.norm(as_one - after) <= 2e-6 * np.linalg.norm(after)
@@ -99,7 +100,7 @@ def test_beside_a_weight_in_eight_bits_they_add_what_they_add_beside_one_that_is
         (*found, narrow), (*expected, plain) = both(*given)
     for got, want in zip(found, expected, strict=True):
         assert np.abs(want).max() > 0.1
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+        assert_allclose(got, want, rtol=1e-5, atol=2e-5)
     assert 1e-3 < np.abs(narrow - plain).max() < 0.5
 
 
@@ -114,13 +115,13 @@ def test_new_ones_are_uniform_in_a_and_zero_in_b_whatever_the_pipeline():
             )
         )(jax.random.key(7))
     )
-    jax.tree.map(np.testing.assert_array_equal, decoder.frozen(params), base)
+    jax.tree.map(assert_array_equal, decoder.frozen(params), base)
     assert np.std(base["layers"]["mlp"]["up"]) == pytest.approx(0.2, rel=0.1)
-    np.testing.assert_array_equal(base["layers"]["mlp_norm"]["scale"], np.ones((4, 16)))
+    assert_array_equal(base["layers"]["mlp_norm"]["scale"], np.ones((4, 16)))
     adapters = decoder.trained(params)["layers"]
     of_stages = in_stages.trained(staged)["layers"]
     jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+        lambda x, y: assert_array_equal(x, np.reshape(y, x.shape)),
         adapters,
         of_stages,
     )

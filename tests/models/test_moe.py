@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.models import BALANCE, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.experts import (
@@ -136,18 +137,16 @@ def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
     for got, right, most in zip(
         found, (want, want_dx, want_drouter, *want_dweights), largest, strict=True
     ):
-        np.testing.assert_allclose(got, right, atol=2e-5 * most)
+        assert_allclose(got, right, atol=2e-5 * most)
 
     tokens = np.maximum(REAL.sum(1), 1)
     choices = shape.num_per_token * tokens
-    np.testing.assert_allclose(
-        dropped, (REAL[..., None] & ~kept).sum((1, 2)) / choices, atol=1e-6
-    )
+    assert_allclose(dropped, (REAL[..., None] & ~kept).sum((1, 2)) / choices, atol=1e-6)
     assert (np.max(dropped) > 0.05) == (
         shape.capacity_factor is not None
     )  # else the loop would show nothing
     softmax_z = np.log(np.exp(logits).sum(-1)) ** 2 * REAL
-    np.testing.assert_allclose(aux[ROUTER_Z], softmax_z, rtol=1e-5)
+    assert_allclose(aux[ROUTER_Z], softmax_z, rtol=1e-5)
     by_score = exact.routing(X, router, shape)[
         0
     ]  # the balance is judged without the bias
@@ -158,12 +157,12 @@ def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
     probability = (score / score.sum(-1, keepdims=True) * REAL[..., None]).sum(
         1
     ) / tokens[:, None]
-    np.testing.assert_allclose(
+    assert_allclose(
         aux[BALANCE], E * (judged / choices[:, None] * probability).sum(-1), rtol=1e-5
     )
     assert (EXPERT_COUNTS in aux) == shape.biased
     if shape.biased:
-        np.testing.assert_array_equal(aux[EXPERT_COUNTS], counts)
+        assert_array_equal(aux[EXPERT_COUNTS], counts)
 
 
 def test_plain_experts_are_what_was_chosen_times_its_share():
@@ -185,8 +184,8 @@ def test_capacity_is_rounded_up_exactly():
         num_experts=7, num_per_token=1, mlp_dim=F, capacity_factor=Fraction("0.07")
     )
     want = [math.ceil(Fraction(7, 100) * tokens / 7) for tokens in range(301)]
-    np.testing.assert_array_equal(expert_capacity(shape, 300), want)
+    assert_array_equal(expert_capacity(shape, 300), want)
     ample = dataclasses.replace(shape, capacity_factor=Fraction(100))
-    np.testing.assert_array_equal(
+    assert_array_equal(
         expert_capacity(ample, 4), [0, 1, 2, 3, 4]
     )  # a token goes to an expert once

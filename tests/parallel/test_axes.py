@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.parallel import (
     all_gather_for_compute,
@@ -71,7 +72,7 @@ def test_the_gradient_of_a_gathered_weight_is_sharded_like_the_stored_weight(mes
 
     with jax.set_mesh(mesh):
         got = jax.jit(jax.grad(total))(jax.device_put(weight, sharding(mesh, lies_as)))
-    np.testing.assert_array_equal(got, want)
+    assert_array_equal(got, want)
     assert got.sharding.shard_shape(got.shape) == (2, 3)
 
 
@@ -108,14 +109,12 @@ def test_parts_are_gathered_scattered_summed_and_numbered_along_a_logical_axis()
     (all_rows, scattered, sums, numbers), _ = run_on(
         everything, out_axes, fsdp=2, expert=2, tensor=2
     )
-    np.testing.assert_array_equal(all_rows, X)
+    assert_array_equal(all_rows, X)
     for half in (slice(0, 4), slice(4, 8)):
         total = X[half][:2] + X[half][2:]
-        np.testing.assert_array_equal(
-            scattered[half], np.concatenate([total, 10 * total])
-        )
-    np.testing.assert_array_equal(sums, X[:, :2] + X[:, 2:])
-    np.testing.assert_array_equal(numbers[:, 0], [0, 0, 1, 1, 0, 0, 1, 1])
+        assert_array_equal(scattered[half], np.concatenate([total, 10 * total]))
+    assert_array_equal(sums, X[:, :2] + X[:, 2:])
+    assert_array_equal(numbers[:, 0], [0, 0, 1, 1, 0, 0, 1, 1])
 
 
 def test_parts_are_exchanged_the_largest_is_found_and_narrow_parts_are_added_in_float32():
@@ -131,11 +130,11 @@ def test_parts_are_exchanged_the_largest_is_found_and_narrow_parts_are_added_in_
         )
 
     (sent, most, total), _ = run_on(everything, [AXES, WHOLE, AXES], expert=4)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         sent, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4)
     )
-    np.testing.assert_array_equal(most, X[6:])
-    np.testing.assert_array_equal(total, np.full((4, 4), 1 + 3 * 2.0**-8, np.float32))
+    assert_array_equal(most, X[6:])
+    assert_array_equal(total, np.full((4, 4), 1 + 3 * 2.0**-8, np.float32))
 
 
 def test_collectives_along_an_unsplit_axis_are_the_identity():
@@ -146,10 +145,10 @@ def test_collectives_along_an_unsplit_axis_are_the_identity():
         ) + shard_index("experts")
 
     got, text = run_on(function, AXES, fsdp=2, tensor=2)
-    np.testing.assert_array_equal(got, X)
+    assert_array_equal(got, X)
     assert not [
         word
         for word in ("all_gather", "all_to_all", "all_reduce", "partition_id")
         if word in text
     ]
-    np.testing.assert_array_equal(jax.jit(function)(X), X)  # without a mesh
+    assert_array_equal(jax.jit(function)(X), X)  # without a mesh

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives, parse
 from maxtext_lite.parallel import Pipeline, vmap_over_data
@@ -83,13 +84,11 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(
                 stack, rows["x"]
             )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        lambda a, b: assert_allclose(a, b, rtol=2e-5, atol=1e-6),
         got_rows,
         want_rows,
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
-    )
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(2, 8), Pipeline(2, 8, 2)])
@@ -149,4 +148,4 @@ def test_gradients_of_many_pieces_are_summed_in_float32():
     with jax.set_mesh(mesh_of(stage=2)):
         found = jax.jit(jax.grad(total))(np.zeros((4, 6), jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.full((4, 6), 512.0))
+    assert_array_equal(np.asarray(found, np.float32), np.full((4, 6), 512.0))

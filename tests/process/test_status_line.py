@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from maxtext_lite.config.phases import PhaseClock
-from maxtext_lite.config.status_line import StatusLine
+from maxtext_lite.config.phases import PhaseClock, StatusLine
 
 
 @pytest.mark.parametrize(

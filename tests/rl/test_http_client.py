@@ -6,10 +6,8 @@ import json
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import yaml
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Sampling
@@ -19,6 +17,7 @@ from maxtext_lite.post_training.server_answers import (
     read_generation,
     read_vllm_completion,
 )
+from tests.tables import read_table
 
 
 def response(body=b'{"a": 1}', *headers, status="200 OK"):
@@ -161,9 +160,7 @@ READERS = {
     "vllm": read_vllm_completion,
     "sglang": read_generation,
 }
-COMPLETIONS = yaml.load(
-    Path(__file__).with_name("completions.yml").read_text(), yaml.CSafeLoader
-)
+COMPLETIONS = read_table("rl/completions.yml")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import statistics
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from maxtext_lite.config.records import record_text
 from maxtext_lite.post_training.advantages import (
@@ -36,7 +37,7 @@ def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation
         mean = statistics.fmean(group)
         deviation = statistics.stdev(group)
         want += [(reward - mean) / (deviation + 1e-4) for reward in group]
-    np.testing.assert_allclose(group_advantages(rewards, 8, "group"), want, rtol=1e-6)
+    assert_allclose(group_advantages(rewards, 8, "group"), want, rtol=1e-6)
 
 
 @pytest.mark.fast
@@ -57,7 +58,7 @@ def test_unscored_responses_have_no_part_in_the_advantages_of_the_others(scale):
     rewards = np.array([1, nan, 4, 2, nan, nan, nan, 3.0, nan, nan, nan, nan])
     found = group_advantages(rewards, 4, scale)
     scored = group_advantages(np.array([1, 4, 2.0]), 3, scale)
-    np.testing.assert_allclose(found[[0, 2, 3]], scored, rtol=1e-6)
+    assert_allclose(found[[0, 2, 3]], scored, rtol=1e-6)
     assert not found[[1, 4, 5, 6, 7, 8, 9, 10, 11]].any()
     assert equal_groups_fraction(rewards, 4) == 2 / 3
     deviation = statistics.stdev([1, 4, 2])
@@ -109,7 +110,7 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
         -0.5,
         -2,
     )
-    np.testing.assert_allclose(rows["rollout_log_probabilities"][0], sampled, rtol=1e-6)
+    assert_allclose(rows["rollout_log_probabilities"][0], sampled, rtol=1e-6)
     assert "rollout_log_probabilities" not in chunk().rows(5, 8)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.post_training.prompts import Prompt
@@ -320,12 +321,12 @@ def test_what_fails_is_unscored_or_counts_nothing_or_stops_the_run(what, judges)
             continue  # it takes seconds
         scores = judged(judges[policy], ANSWERS, texts)
         want = np.array([of_failed] * count + rest)
-        np.testing.assert_array_equal(scores.by_name["m:fails"], want)
+        assert_array_equal(scores.by_name["m:fails"], want)
         assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
         total = np.nan_to_num(want) + 10 * scores.by_name["m:judge"]
         if policy == "unscored":
             total[:count] = np.nan
-        np.testing.assert_array_equal(scores.total, total)
+        assert_array_equal(scores.total, total)
         assert scores.has_failed.tolist() == [True] * count + [False] * (4 - count)
         assert scores.errors == count
         assert len(scores.messages) == (count > 0)
@@ -348,13 +349,13 @@ def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
             scores = [judged(judge, asked[call], texts[call], 2) for call in calls]
             total = np.concatenate([each.total for each in scores])
             want = [1, 2, np.nan, np.nan, 5, 6, 7, 8]
-            np.testing.assert_array_equal(total, want)
+            assert_array_equal(total, want)
             whole = Scores.joined(scores)
             assert "ValueError: could not convert" in whole.traceback
             assert "m.py" in whole.traceback.splitlines()[1]
             again = Scores.from_json(json.loads(json.dumps(whole.to_json())))
-            np.testing.assert_array_equal(again.total, want)
-            np.testing.assert_array_equal(again.has_failed, np.isnan(want))
+            assert_array_equal(again.total, want)
+            assert_array_equal(again.has_failed, np.isnan(want))
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
 

@@ -234,6 +234,31 @@ def rows():
     return found | {"weights": weights.astype(np.float32)}
 
 
+def pairs_of_answers(num_examples):
+    """Examples [num_examples, 2 T] of up to 3 pairs with ragged answers, of which one has none; and a reference."""
+    rng = np.random.default_rng(3)
+    shape = (num_examples, 2, LENGTH)
+    rows = {
+        name: np.zeros(shape, np.int32)
+        for name in ("tokens", "targets", "segments", "positions")
+    }
+    rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "reference")}
+    for example, side in np.ndindex(num_examples, 2):
+        first = 0
+        for segment in range(1, 1 + (example + 3) % 4):
+            length = int(rng.integers(2, LENGTH // 3))
+            here = (example, side, slice(first, first + length))
+            rows["tokens"][here], rows["targets"][here] = rng.integers(
+                0, 264, (2, length)
+            )
+            rows["segments"][here], rows["positions"][here] = segment, np.arange(length)
+            rows["weights"][here] = rng.random(length) < 0.7
+            rows["weights"][example, side, first + length - 1] = 1
+            rows["reference"][example, side, first] = -5 + rng.normal()
+            first += length
+    return {name: x.reshape(num_examples, 2 * LENGTH) for name, x in rows.items()}
+
+
 @pytest.fixture(scope="session")
 def agrees():
     """The project's meaning of two runs agreeing, for trees of tensors."""

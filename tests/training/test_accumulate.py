@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.optimizer import GradientAccumulation, LossScaling, master_of
@@ -26,7 +27,7 @@ def test_512_bfloat16_gradients_sum_to_512():
         length=512,
     )
     assert total["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(total["w"], 512.0)
+    assert_array_equal(total["w"], 512.0)
 
 
 def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
@@ -51,9 +52,9 @@ def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
 
         (params, state), _ = jax.lax.scan(step, (params, state), length=1000)
         assert params["w"].dtype == jnp.bfloat16
-        np.testing.assert_allclose(params["w"].astype(jnp.float32), expected, atol=1e-3)
+        assert_allclose(params["w"].astype(jnp.float32), expected, atol=1e-3)
     assert master_of(state)["w"].dtype == jnp.float32
-    np.testing.assert_allclose(
+    assert_allclose(
         master_of(state)["w"], 0, atol=1e-4
     )  # each of its thousand sums is rounded to 2^-24
 
@@ -83,8 +84,8 @@ def test_driven_as_any_multisteps_it_does_what_the_original_does():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
     want, want_about = _driven(optax.MultiSteps(inner, k, use_grad_mean=False), stream)
     got, about = _driven(GradientAccumulation(inner, every_k_schedule=k), stream)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-    jax.tree.map(np.testing.assert_array_equal, about, want_about)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6), got, want)
+    jax.tree.map(assert_array_equal, about, want_about)
 
 
 def _after(scaling, finite):

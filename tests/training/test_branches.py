@@ -1,13 +1,12 @@
 """A branch continues a run's checkpoint on the examples that the run would see next, and does not change the run."""
 
-import json
 from fractions import Fraction
 
 import pytest
 
 from maxtext_lite.analysis.branches import Branches
 from maxtext_lite.config import UserError
-from tests.run_directories import eval_line, step_line, write_run
+from tests.run_directories import eval_line, step_line, write_lines, write_run
 
 ADAM = [
     "per_device_batch_size=4",
@@ -78,10 +77,8 @@ def result(found, branch, losses, evaluation=()):
         }
         lines.append(step_line(2 + number, loss=loss, **seen))
     branch.directory.mkdir(parents=True, exist_ok=True)
-    text = "".join(
-        json.dumps(line) + "\n" for line in [*LINES[:2], *lines, *evaluation]
-    )
-    (branch.directory / "metrics.jsonl").write_text(text)
+    path = branch.directory / "metrics.jsonl"
+    write_lines(path, [*LINES[:2], *lines, *evaluation])
     return found.result(branch)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import Pipeline, sharding
@@ -31,6 +32,7 @@ from maxtext_lite.training.parameter_files import (
     whole_checkpoint,
 )
 from tests.meshes import mesh_of
+from tests.prepared import flipped
 from tests.training.conftest import COUNTS, TINY
 
 NEXT = dataclasses.replace(COUNTS, step=10)
@@ -46,7 +48,7 @@ def opened(directory, *overrides, **more):
 
 
 def same(found, want):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), want)
+    jax.tree.map(assert_array_equal, jax.device_get(found), want)
 
 
 def names_in(run):
@@ -127,7 +129,7 @@ def test_replicas_and_what_they_share_come_back_in_a_pipeline_of_other_rounds(
         (found.update_state, state.update_state),
     ):
         jax.tree.map(
-            lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+            lambda x, y: assert_array_equal(x, np.reshape(y, x.shape)),
             got,
             saved,
         )
@@ -195,9 +197,7 @@ def test_another_run_is_refused_by_the_one_key_that_says_so(
 
 
 DAMAGES = {
-    "a flipped bit": lambda path: path.write_bytes(
-        bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:]
-    ),
+    "a flipped bit": lambda path: path.write_bytes(flipped(path.read_bytes(), 0)),
     "cut short": lambda path: path.write_bytes(
         path.read_bytes()[: path.stat().st_size // 2]
     ),
@@ -299,7 +299,7 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(
     added = 3 * np.einsum(
         "LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab")
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6
     )
     same(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])

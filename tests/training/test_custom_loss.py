@@ -23,46 +23,44 @@ ABOUT = {
     "vocab_size": 264,
     "emb_dim": 16,
 }
-REFUSED = {
-    "a mean": lambda p, rows: (
-        jnp.mean(p.nll() * rows["weights"]),
-        jnp.sum(rows["weights"]),
-    ),
-    "rows between them": lambda p, rows: (
-        jnp.sum(p.hidden()[:1] * p.hidden()),
-        jnp.sum(rows["weights"]),
-    ),
-    "a constant weight": lambda p, rows: (
-        jnp.sum(p.nll() * rows["weights"]),
-        jnp.float32(4),
-    ),
-    "padding counted": lambda p, rows: (jnp.sum(p.nll()), jnp.sum(rows["weights"])),
-    "empty rows weighed": lambda p, rows: (
-        jnp.sum(p.nll() * rows["weights"]),
-        1.0 * rows["weights"].size,
-    ),
-    "a weight of the model": lambda p, rows: (
-        jnp.sum(p.nll() * rows["weights"]),
-        jnp.sum(rows["weights"] * p.nll()),
-    ),
-    "no weight": lambda p, rows: jnp.sum(p.nll() * rows["weights"]),
-    "an array": lambda p, rows: (p.nll() * rows["weights"], jnp.sum(rows["weights"])),
-    "not a number": lambda p, rows: (
-        jnp.sum(p.nll()) * jnp.nan,
-        jnp.sum(rows["weights"]),
-    ),
-    "nothing weighs": lambda p, rows: (
-        jnp.sum(p.nll() * rows["weights"]),
-        jnp.float32(0),
-    ),
+
+
+def nll(predictions, rows):
+    return jnp.sum(predictions.nll() * rows["weights"])
+
+
+def weight(predictions, rows):
+    return jnp.sum(rows["weights"])
+
+
+REFUSED = {  # a loss, and what it is divided by
+    "a mean": (lambda p, rows: jnp.mean(p.nll() * rows["weights"]), weight),
+    "rows between them": (lambda p, _: jnp.sum(p.hidden()[:1] * p.hidden()), weight),
+    "a constant weight": (nll, lambda *_: jnp.float32(4)),
+    "padding counted": (lambda p, _: jnp.sum(p.nll()), weight),
+    "empty rows weighed": (nll, lambda _, rows: 1.0 * rows["weights"].size),
+    "a weight of the model": (nll, nll),
+    "an array": (lambda p, rows: p.nll() * rows["weights"], weight),
+    "not a number": (lambda p, _: jnp.sum(p.nll()) * jnp.nan, weight),
+    "nothing weighs": (nll, lambda *_: jnp.float32(0)),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 @pytest.mark.fast
 def test_what_is_no_sum_over_rows_is_refused(why):
+    parts = REFUSED[why]
     with pytest.raises(UserError, match=r"^objective: "):
-        custom_loss(REFUSED[why], **ABOUT, z_loss_multiplier=0.0)
+        custom_loss(
+            lambda *given: tuple(part(*given) for part in parts),
+            **ABOUT,
+            z_loss_multiplier=0.0,
+        )
+
+
+def test_a_loss_without_a_weight_is_refused():
+    with pytest.raises(UserError, match=r"^objective: "):
+        custom_loss(nll, **ABOUT, z_loss_multiplier=0.0)
 
 
 def test_a_z_loss_of_the_config_is_refused_and_sums_are_taken():

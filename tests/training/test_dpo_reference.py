@@ -12,7 +12,8 @@ from maxtext_lite.evaluate import main as evaluate
 from maxtext_lite.post_training import dpo_reference
 from maxtext_lite.post_training.dpo_reference import FILE
 from maxtext_lite.training import train
-from tests.run_directories import lines_of
+from tests.prepared import flipped
+from tests.run_directories import lines_of, write_lines
 from tests.training.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("one_device_for_all")
@@ -23,17 +24,13 @@ def config_of(tmp_path_factory):
     """A function that returns the config of a run of 8 pairs a step, all in one directory."""
     directory = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)
-    with (directory / "pairs.jsonl").open("w") as file:
-        for _ in range(60):
-            prompt, chosen, rejected = (
-                "".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3)
-            )
-            file.write(
-                json.dumps(
-                    {"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"}
-                )
-                + "\n"
-            )
+    pairs = []
+    for _ in range(60):
+        prompt, chosen, rejected = (
+            "".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3)
+        )
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"})
+    write_lines(directory / "pairs.jsonl", pairs)
     keys = """
     dataset_type=dpo steps=4 optimizer=sgd learning_rate=1 learning_rate_schedule=constant eval_interval=4
     eval_fraction=0.2 packing=false global_batch_size=8 gradient_accumulation_steps=-1 dpo_beta=0.5
@@ -145,15 +142,13 @@ def test_a_reference_that_is_missing_damaged_or_of_other_data_is_refused(tmp_pat
     with pytest.raises(UserError, match=FILE):
         dpo_reference._read(run, [source])
     table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
-    dpo_reference._write(tmp_path / FILE, {"pairs": table})
+    np.savez(tmp_path / FILE, allow_pickle=False, pairs=table)
     with pytest.raises(UserError, match="dataset_path"):
         dpo_reference._read(run, [source, SimpleNamespace(fingerprint="others")])
     whole = (tmp_path / FILE).read_bytes()
     (found,) = dpo_reference._read(run, [source]).values()
     np.testing.assert_array_equal(found, table)
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
-    for text in (flipped, whole[:-1], b"", bytes(len(whole))):
+    for text in (flipped(whole), whole[:-1], b"", bytes(len(whole))):
         (tmp_path / FILE).write_bytes(text)
         with pytest.raises(UserError):
             dpo_reference._read(run, [source])

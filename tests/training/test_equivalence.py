@@ -3,7 +3,6 @@
 Bugs of every kind are planted by tests/mutants.
 """
 
-import json
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +15,7 @@ from maxtext_lite.analysis.equiv import Split, compare_splits
 from maxtext_lite.config import UserError
 from maxtext_lite.training import gradients
 from tests.conftest import use_one_device
+from tests.run_directories import write_lines
 
 WAYS = {
     "fsdp 4 x data 2": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
@@ -82,11 +82,8 @@ def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
 def _runs(directory, *losses):
     for name, each in enumerate(losses):
         (directory / str(name)).mkdir()
-        lines = [
-            json.dumps({"step": step, "loss": loss}) + "\n"
-            for step, loss in enumerate(each, start=1)
-        ]
-        (directory / str(name) / "metrics.jsonl").write_text("".join(lines))
+        lines = [{"step": at, "loss": loss} for at, loss in enumerate(each, start=1)]
+        write_lines(directory / str(name) / "metrics.jsonl", lines)
     return equivalence._verdict("a split", "adamw", directory, "1")
 
 

@@ -19,7 +19,7 @@ from maxtext_lite.data import ExampleSource, example_ids, examples_hash
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
-from tests.run_directories import lines_of
+from tests.run_directories import lines_of, write_lines
 from tests.training.conftest import TINY
 
 KEYS = """
@@ -33,16 +33,10 @@ RUN = [*TINY, *KEYS.split()]
 def documents(tmp_path_factory):
     """Ragged documents, so that packed rows hold several and the last row is padded."""
     rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
-    path.write_text(
-        "".join(
-            json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))})
-            + "\n"
-            for _ in range(120)
-        )
-    )
-    return path
+    texts = [" ".join(rng.choice(words, rng.integers(1, 40))) for _ in range(120)]
+    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
+    return write_lines(path, [{"text": text} for text in texts])
 
 
 def _train(tmp_path, documents, *overrides, **objects):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from maxtext_lite.models.layers import OutputHead
 from maxtext_lite.training.loss import Readout, cross_entropy, token_losses
@@ -85,12 +86,12 @@ def test_loss_and_gradients_are_those_by_hand(how, biased):
     with jax.default_matmul_precision("highest"):
         ((found, sums), gradients), forward_only, nll = everything(*arrays[:2], bias)
     want_nll, want_sums, want_gradients = by_hand(how, biased=biased)
-    np.testing.assert_allclose(nll, want_nll, rtol=2e-5, atol=1e-5)
-    np.testing.assert_allclose(sums[:2], want_sums, rtol=1e-6)
+    assert_allclose(nll, want_nll, rtol=2e-5, atol=1e-5)
+    assert_allclose(sums[:2], want_sums, rtol=1e-6)
     total = want_sums[0] + how.z_loss_multiplier * want_sums[1]
-    np.testing.assert_allclose([found, forward_only], total, rtol=1e-6)
+    assert_allclose([found, forward_only], total, rtol=1e-6)
     for got, want in zip(gradients[: 2 + biased], want_gradients, strict=False):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_all_logits_never_exist_at_once():

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from maxtext_lite.operations import goodput as goodput_module
-from maxtext_lite.operations.goodput import FILE, Goodput
+from maxtext_lite.operations.goodput import FILE, GoodputHook
 from maxtext_lite.training.metrics import METRICS, JsonLines
 from maxtext_lite.training.step_log import open_lines
 from tests.process.test_phases import Clock
@@ -78,30 +78,36 @@ def starts(directory):
     return json.loads((directory / FILE).read_text())["starts"]
 
 
+def goodput_of(tmp_path, clock, step):
+    files = types.SimpleNamespace(directory=tmp_path)
+    hook = GoodputHook(clock)
+    hook.opened(types.SimpleNamespace(is_first=True, files=files))
+    hook.start(None, None, types.SimpleNamespace(step=step), print)
+    return hook
+
+
 def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(goodput_module, "_EVERY_SECONDS", -1)
     clock = Clock()
-    first = Goodput(tmp_path, clock)
-    first.resume(0)
+    first = goodput_of(tmp_path, clock, 0)
     clock.passes(3, "compile")
     for step in (1, 2, 3, 4):
         clock.passes(2, "step", step)
-        first.note({"step": step})
-    first.note({"step": 2})  # an evaluation's line, of a step before
-    assert first.record(4) == {"run_seconds": 11, "training_seconds": 8}
+        first.written({"step": step})
+    first.written({"step": 2})  # an evaluation's line, of a step before
+    assert first.entries(4) == {"run_seconds": 11, "training_seconds": 8}
     (start,) = starts(tmp_path)
     assert (start["began"], start["ended"], start["kept_step"]) == (100, 111, 4)
     assert start["seconds"] == {"start-up": 0, "compile": 3, "step": 8}
     clock.passes(9)  # killed: nobody wrote these down
     clock.restart()
-    second = Goodput(tmp_path, clock)
-    second.resume(3)
+    second = goodput_of(tmp_path, clock, 3)
     clock.passes(4, "step", 4)
-    second.note({"step": 4})
-    assert second.record(4) == {"run_seconds": 24, "training_seconds": 10}
-    said = second.close()
+    second.written({"step": 4})
+    assert second.entries(4) == {"run_seconds": 24, "training_seconds": 10}
+    said = second.saved()
     assert "41.7%" in said
     assert "repeated 2.0" in said
     assert [(each["first_step"], each["kept_step"]) for each in starts(tmp_path)] == [

@@ -4,11 +4,11 @@ Their steps, however split: tests/invariance/test_matrix.py.
 """
 
 import functools
-import json
 
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf.model_directory import hf_config
@@ -23,7 +23,8 @@ from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
 from tests.meshes import abstract_parameters, mesh_of
-from tests.training.conftest import LENGTH
+from tests.run_directories import write_lines
+from tests.training.conftest import LENGTH, pairs_of_answers
 
 torch = pytest.importorskip("torch")
 
@@ -48,12 +49,8 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkey
     (total / count).backward()
     want = model.get_input_embeddings().weight.grad.numpy()
 
-    path = tmp_path / "lines.jsonl"
-    lines = [
-        json.dumps({"prompt": prompt, "completion": completion})
-        for prompt, completion in ANSWERS.items()
-    ]
-    path.write_text("\n".join(lines))
+    lines = [{"prompt": prompt, "completion": each} for prompt, each in ANSWERS.items()]
+    path = write_lines(tmp_path / "lines.jsonl", lines)
     directory = hf_models.save("llama", tmp_path / "hf")
     monkeypatch.setattr(
         "maxtext_lite.data.tokenizer.ByteTokenizer.end_of_text_id", 2
@@ -104,7 +101,7 @@ def published(margin, label_smoothing):
 def test_the_loss_of_pairs_is_the_published_one():
     margin = np.concatenate([[0], np.random.default_rng(0).normal(0, 40, 50)])
     got = pair_losses(margin, beta=0.1, label_smoothing=0.2)
-    np.testing.assert_allclose(got, published(0.1 * margin, 0.2), rtol=2e-6)
+    assert_allclose(got, published(0.1 * margin, 0.2), rtol=2e-6)
 
 
 def test_sums_over_segments_are_those_by_hand_and_have_an_order_on_gpus():
@@ -113,49 +110,19 @@ def test_sums_over_segments_are_those_by_hand_and_have_an_order_on_gpus():
         np.array([[1.0, 2.0, 4.0, 8.0]], np.float32),
         np.array([[2, 1, 2, 0]], np.int32),
     )
-    np.testing.assert_array_equal(sums(values, segments), [[8, 2, 5, 0, 0]])
+    assert_array_equal(sums(values, segments), [[8, 2, 5, 0, 0]])
     traced = sums.trace(np.zeros((2, 300), np.float32), np.zeros((2, 300), np.int32))
     assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == []
 
 
-PAIRS = (1, 3, 0, 2)
-"""Of each example."""
-
-
-def examples_of_pairs():
-    """Examples [4, 2 T] of ragged answers."""
-    rng = np.random.default_rng(3)
-    whole = ("tokens", "targets", "segments", "positions")
-    rows = {name: np.zeros((4, 2, LENGTH), np.int32) for name in whole}
-    rows |= {
-        name: np.zeros((4, 2, LENGTH), np.float32) for name in ("weights", "reference")
-    }
-    for example, side in np.ndindex(4, 2):
-        first = 0
-        for pair in range(PAIRS[example]):
-            length = int(rng.integers(2, LENGTH // 3))
-            here = (example, side, slice(first, first + length))
-            rows["tokens"][here], rows["targets"][here] = rng.integers(
-                0, 264, (2, length)
-            )
-            rows["segments"][here], rows["positions"][here] = (
-                pair + 1,
-                np.arange(length),
-            )
-            rows["weights"][here] = np.arange(length) > length // 3
-            rows["reference"][example, side, first] = rng.normal(-9)
-            first += length
-    return rows
-
-
 def test_scores_and_their_evaluation_are_those_of_the_formula(setup):
-    rows = examples_of_pairs()
+    rows = pairs_of_answers(4)
     it = setup(
         "dataset_type=dpo", "dpo_beta=0.3", "dpo_label_smoothing=0.1", data=2, fsdp=2
     )
     flat = {name: x.reshape(8, LENGTH) for name, x in rows.items()}
     where = sharding(it.mesh, EVAL_BATCH_AXES)
-    batch = {name: jax.device_put(x.reshape(4, -1), where) for name, x in rows.items()}
+    batch = {name: jax.device_put(x, where) for name, x in rows.items()}
     params = it.initial.params
     with jax.default_matmul_precision("highest"):
         x = it.decoder.hidden(
@@ -170,16 +137,13 @@ def test_scores_and_their_evaluation_are_those_of_the_formula(setup):
     above = (of_target[..., 0] * flat["weights"] - flat["reference"]).reshape(
         4, 2, LENGTH
     )
-    ratios = [
-        [
-            above[example, side][rows["segments"][example, side] == pair + 1].sum()
-            for side in range(2)
-        ]
-        for example in range(4)
-        for pair in range(PAIRS[example])
-    ]
+    segments = rows["segments"].reshape(4, 2, LENGTH)
+    ratios = []
+    for above_of_example, segment in zip(above, segments, strict=True):
+        for pair in range(1, segment.max() + 1):
+            ratios.append((above_of_example * (segment == pair)).sum(axis=1))
     scores = jax.device_get(scores)
-    np.testing.assert_allclose(pairs_of(scores), ratios, rtol=1e-4, atol=1e-5)
+    assert_allclose(pairs_of(scores), ratios, rtol=1e-4, atol=1e-5)
     margin = 0.3 * np.subtract(*np.transpose(ratios))
     found = objective_of(it.config).evaluation([scores, scores])
     assert found.pop("eval_loss") == pytest.approx(
@@ -188,6 +152,6 @@ def test_scores_and_their_evaluation_are_those_of_the_formula(setup):
     assert found.pop("eval_reward_margin") == pytest.approx(margin.mean(), rel=1e-4)
     assert found == {
         "eval_target_tokens": 2 * np.count_nonzero(rows["weights"]),
-        "eval_pairs": 2 * sum(PAIRS),
+        "eval_pairs": 2 * len(ratios),
         "eval_reward_accuracy": (margin > 0).mean(),
     }

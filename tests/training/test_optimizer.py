@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.training.optimizer import (
     Progress,
     make_optimizer,
-    own_optimizer,
     schedule_of_run,
 )
 from maxtext_lite.training.state import make_decoder
@@ -182,7 +182,7 @@ def test_three_steps_are_those_of_the_formula(name, clipping, decays_all):
             g = np.float64(g) * (min(1, clipping / norm) if clipping else 1)
             direction, m, v = step_of(name, m, v, g, t)
             want = want - t * 0.01 * (direction + decay * want)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=str(path))
+        assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=str(path))
 
 
 def singular_values(matrices):
@@ -207,7 +207,7 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
     # Nesterov's momentum: after the first gradient g, 0.9 x 0.1 g / (1 - 0.9^2) + g, over its root mean square |g|.
     for name, part in (("embedding", "table"), ("head", "projection")):
         step = -(0.09 / 0.19 + 1) * np.sign(gradients[name][part])
-        np.testing.assert_allclose(updates[name][part], step, rtol=1e-4)
+        assert_allclose(updates[name][part], step, rtol=1e-4)
 
 
 STACKED = {  # axes, shape, and how many dims are stacked
@@ -265,7 +265,7 @@ def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
                     params[name][at], *(gradients[name][at] for gradients in steps)
                 )
             )
-            np.testing.assert_allclose(
+            assert_allclose(
                 found[name][at], want, rtol=1e-6, atol=1e-6 * float(np.abs(want).max())
             )
 
@@ -292,18 +292,18 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else():
     assert not [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 4)]
     got, _ = jax.jit(chosen.finish)(gradients, state, params, 1e-2, counts)
     want = [[0.25, 0.75, 0.75, 0.75], [0.5, 0.5, 0.75, 0.25]]
-    np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
+    assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
 
 
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
     words = "warmup_steps=2 learning_rate=0.1 learning_rate_final_fraction=0 learning_rate_schedule=linear"
     config = load_config(None, words.split())
-    factory = own_optimizer(lambda rate, axes: optax.sgd(rate), config, AXES, last=6)
-    found = after_steps(make_optimizer(config, AXES, factory), GRADIENTS, np.nan)
+    own = make_optimizer(config, AXES, lambda rate, axes: optax.sgd(rate), last=6)
+    found = after_steps(own, GRADIENTS, np.nan)
     table, first, second, third = (
         tree["head"]["projection"] for tree in (PARAMS, *GRADIENTS)
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         found["head"]["projection"],
         table - 0.05 * first - 0.1 * second - 0.075 * third,
         rtol=1e-5,

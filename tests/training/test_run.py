@@ -24,6 +24,7 @@ from maxtext_lite.training.run_files import (
 )
 from maxtext_lite.training.startup import log_startup
 from maxtext_lite.training.state import Overrides
+from tests.run_directories import write_lines
 from tests.training.conftest import TINY
 
 KEYS = """
@@ -98,8 +99,7 @@ def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leav
 def test_the_work_of_a_step_is_that_of_its_documents_each_alone(tmp_path):
     """Two documents share a row; one row is left out; padding and other documents take no work."""
     texts = ["a" * 20, "b" * 9, "c" * 30, "d" * 25]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "texts.jsonl").write_text(lines)
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     keys = ["dataset_type=text", f"dataset_path={tmp_path}/texts.jsonl"]
     keys += ["packing=best_fit", "max_target_length=32", "eval_fraction=0"]
     run = run_of(tmp_path, *keys, "global_batch_size=8", "per_device_batch_size=1")
@@ -150,7 +150,7 @@ def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, 
     about = {"eos_token": "</s>", "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     turns = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
-    (tmp_path / "d.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    write_lines(tmp_path / "d.jsonl", [{"messages": turns}] * 8)
     keys = ["dataset_type=sft", f"dataset_path={tmp_path}/d.jsonl", "packing=false"]
     keys += ["eval_fraction=0", "tokenizer_type=huggingface"]
     keys += [f"tokenizer_path={tmp_path}/tokenizer.json", "per_device_batch_size=1"]
@@ -165,7 +165,7 @@ def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, 
 
 def test_what_is_said_of_the_whole_text_is_said_once(tmp_path, capsys):
     """Of a text whose last rows are held out, the padding and the cut documents are those of all rows."""
-    (tmp_path / "d.jsonl").write_text((json.dumps({"text": "a" * 40}) + "\n") * 40)
+    write_lines(tmp_path / "d.jsonl", [{"text": "a" * 40}] * 40)
     keys = ["dataset_type=text", f"dataset_path={tmp_path}/d.jsonl", "packing=best_fit"]
     keys += ["max_target_length=16", "eval_fraction=0.2"]
     run = run_of(tmp_path, *keys)

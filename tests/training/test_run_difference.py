@@ -10,6 +10,7 @@ import pytest
 from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics
 from maxtext_lite.data import example_ids, examples_hash
 from maxtext_lite.training.saving import save_alone
+from tests.run_directories import write_lines
 
 ROWS = 40  # of 32 tokens, in the text below
 
@@ -49,9 +50,7 @@ def run(tmp_path):
     def make(lines=LINES[:1]):
         directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         directory.mkdir()
-        (directory / "metrics.jsonl").write_text(
-            "".join(json.dumps(each) + "\n" for each in lines)
-        )
+        write_lines(directory / "metrics.jsonl", lines)
         (directory / "config.yml").write_text(json.dumps(config))
         return directory
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.batching import make_plan
@@ -41,9 +42,7 @@ def test_metrics_are_those_of_the_update(setup, rows, mean_loss):
     assert metrics["grad_norm"] == pytest.approx(norm(gradients), rel=1e-5)
     expected = jax.tree.map(lambda p, g: p - 0.5 / 4 * g, params, gradients)
     assert metrics["param_norm"] == pytest.approx(norm(expected), rel=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected
-    )
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), state.params, expected)
     assert state.progress.examples.tolist() == [0, ROWS]
     assert state.progress.tokens.tolist() == [0, np.count_nonzero(rows["weights"])]
 
@@ -82,7 +81,7 @@ def test_a_step_without_targets_has_no_gradient_and_changes_nothing(adamw):
     assert metrics["loss"] == metrics["target_tokens"] == metrics["grad_norm"] == 0
     for part in ("params", "opt_state", "progress"):
         jax.tree.map(
-            np.testing.assert_array_equal,
+            assert_array_equal,
             getattr(state, part),
             getattr(it.initial, part),
         )
@@ -205,7 +204,7 @@ def test_a_sharded_optimizer_state_is_gathered_and_reduced_once(
             scattered = numbers_in(c for c in across if c.kind == "reduce-scatter")
             assert half <= summed + 4 * scattered <= half + 300
             assert half - 100 <= numbers_in(gathered) <= half + 300
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    jax.tree.map(assert_array_equal, *ends)
 
 
 def test_row_losses_are_exact_on_any_mesh(setup, rows):
@@ -223,8 +222,8 @@ def test_row_losses_are_exact_on_any_mesh(setup, rows):
     nll = np.log(np.exp(logits).sum(-1)) - of_target
     sums, counts = jax.device_get(found)
     want = (nll * rows["weights"]).sum(-1)
-    np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(counts, np.count_nonzero(rows["weights"], axis=1))
+    assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
+    assert_array_equal(counts, np.count_nonzero(rows["weights"], axis=1))
 
 
 def test_the_plan_estimates_what_the_compiler_allocates(setup):
@@ -250,7 +249,7 @@ def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(
     want = here.run(step, batch, 3)
     it = setup("optimizer=adamw", DECAY_ALL, HOST, data=2, fsdp=2)
     there = it.compile_step(batch)
-    jax.tree.map(np.testing.assert_array_equal, it.run(there, batch, 3), want)
+    jax.tree.map(assert_array_equal, it.run(there, batch, 3), want)
     kinds = {
         leaf.sharding.memory_kind
         for leaf in jax.tree.leaves(it.state().opt_state)

@@ -1,10 +1,9 @@
 """One host of two cannot read or write, or is told to stop: what both say, how they end, and what is saved."""
 
-import json
-
 import pytest
 
 from tests.processes import quick_python, run_launched
+from tests.run_directories import write_lines
 
 # The process that WHO names fails; one that is killed is in tests/parallel/test_coordination.py.
 PROGRAM = """
@@ -58,9 +57,8 @@ optimizer=sgd log_to= run_name=run
 def test_both_end_with_one_code_and_the_other_says_who_and_why(
     how, who, code, said, tmp_path
 ):
-    text = tmp_path / "documents.jsonl"
-    lines = [json.dumps({"text": "to be " * (1 + n % 9)}) + "\n" for n in range(400)]
-    text.write_text("".join(lines))
+    lines = [{"text": "to be " * (1 + n % 9)} for n in range(400)]
+    text = write_lines(tmp_path / "documents.jsonl", lines)
     keys = [
         *KEYS.split(),
         f"dataset_path={text}",

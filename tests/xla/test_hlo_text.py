@@ -52,41 +52,6 @@ ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
 """
 
 
-@pytest.mark.fast
-def test_instructions_have_results_operands_and_attributes():
-    module = parse(MODULE)
-    assert module.num_partitions == 4
-    body = module.computations["body"]
-    fusion = body.instructions["fusion.1"]
-    assert (fusion.opcode, fusion.operands, dict(fusion.called)) == (
-        "fusion",
-        ("x",),
-        {"calls": "fused"},
-    )
-    assert [(a.dtype, a.dims, a.space, a.num_bytes) for a in fusion.arrays] == [
-        ("bf16", (8, 128), 1, 2048)
-    ]
-    assert body.root.operands == ("next", "x")
-    assert [a.num_bytes for a in body.root.arrays] == [4, 2048]
-    assert [user.name for user in body.users["x"]] == ["kernel.1", "fusion.1", "t"]
-    assert module.computations["main"].instructions["kept"].arrays[0].space == 5
-    assert module.computations["fused"].parameter(0).name == "p"
-    assert module.computations["fused"].parameter(1) is None
-
-
-def test_runs_multiply_through_loops_and_a_fusions_parts_are_not_scheduled():
-    runs = {
-        name: (r.times, r.in_loop, r.inside) for name, r in parse(MODULE).runs.items()
-    }
-    assert runs == {
-        "main": (1, False, False),
-        "condition": (6, True, False),
-        "body": (6, True, False),
-        "fused": (7, True, True),
-        "branch": (1, False, False),
-    }
-
-
 def test_trips_that_xla_noted_win_and_a_loop_that_counts_in_another_way_is_unknown():
     noted = MODULE.replace(
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'

@@ -12,6 +12,7 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import document_reader
 from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
+from tests.run_directories import write_lines
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -151,7 +152,7 @@ def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(
         {"documents": turns, "tools": each} for each in tools
     ]  # a field may have the name of what is not rendered
     if name == "a.jsonl":
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        write_lines(tmp_path / name, rows)
     else:
         write_rows(tmp_path / name, pyarrow.Table.from_pylist(rows))
     keys = {
@@ -167,7 +168,7 @@ def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(
 def test_a_field_of_a_struct_or_object_is_named_by_its_path(tmp_path):
     rows = [{"meta": {"text": text}} for text in TEXTS]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "b.jsonl", rows)
     assert read(tmp_path, text_field="meta.text") == TEXTS * 2
     with pytest.raises(UserError, match=r"one of meta\.text\.$"):  # a struct is no text
         read(tmp_path, text_field="text")

@@ -1,7 +1,6 @@
 """A cached text has the rows and fingerprint of the text itself, and a damaged one is not used."""
 
 import gzip
-import json
 import os
 import resource
 import shutil
@@ -13,6 +12,8 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.data import text_cache
 from maxtext_lite.data.sources import open_sources
+from tests.prepared import flipped
+from tests.run_directories import write_lines
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 
@@ -23,9 +24,8 @@ def config(tmp_path, monkeypatch):
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(text_cache, "_DOCUMENTS_PER_ENCODING", 7)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""])
-    )
+    texts = [{"text": text} for text in [*TEXTS, ""]]
+    write_lines(tmp_path / "in" / "a.jsonl", texts)
     (tmp_path / "in" / "b.txt.gz").write_bytes(gzip.compress("Größe".encode() * 100))
     keys = [
         "eval_fraction=0.1",
@@ -86,10 +86,7 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
 
 
 DAMAGES = {
-    "flipped": (
-        "tokens",
-        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
-    ),
+    "flipped": ("tokens", flipped),
     "truncated": ("starts.i64", lambda content: content[:-9]),
     "about": ("index.json", lambda content: b'{"spelled": []}'),
 }

@@ -1,13 +1,12 @@
 """Tokenizers trained on text: of the requested size, for any text, or refused if the text is too small."""
 
-import json
-
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.prepare import main
+from tests.run_directories import write_lines
 
 TEXTS = [
     "the cat sat on the mat, and the hat lay flat\n",
@@ -18,9 +17,8 @@ TEXTS = [
 
 @pytest.fixture
 def words(tmp_path):
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "a.jsonl").write_text(lines)
-    return [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/out"]
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    return [f"input={path}", f"output={tmp_path}/out"]
 
 
 @pytest.mark.parametrize(
