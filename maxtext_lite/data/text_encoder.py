@@ -19,13 +19,13 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted, value_text
-from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer, TokenizerKeys
+from maxtext_lite.data.tokenizer import BREAK, PlacedTokens, Tokenizer, TokenizerKeys
 
 _CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
 _CHARACTERS_OF_A_BEGINNING = 1000
 LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
-# In place of a special token: two halves of surrogate pairs, which no text from a file has.
-_HIDDEN = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_FIRST_STAND_IN = 0xD800  # halves of surrogate pairs, which no text from a file has
+_STAND_INS = re.compile("[\ud800-\udfff]")
 
 
 Turn = dict[str, str]
@@ -103,7 +103,7 @@ class TextEncoder:
         if tokenizer.unknown_token in self._names:  # unknown words have it, too
             self._is_special[tokenizer.special_tokens[tokenizer.unknown_token]] = False
         self._is_control = self._is_special
-        self._special_like_or_hidden = re.compile(f"{_HIDDEN.pattern}|{_any_of(tokenizer.special_like).pattern}")
+        self._special_like = _any_of(tokenizer.special_like)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class TextEncoder:
             encoded = _encode_in_pieces(self.tokenizer, texts)
         if self.in_text != "encode":
             for text, token_ids in zip(texts, encoded, strict=True):
-                self._check_plain([text], token_ids, self._is_special)
+                self._check_plain(text, token_ids, self._is_special, ())
         return encoded, sum(map(self.count_spelled, texts))
 
     def first_token(self, text: str) -> str:
@@ -228,18 +228,18 @@ class TextEncoder:
         words = [name for name, token_ids in zip(names, encoded, strict=True) if self._is_special[token_ids].any()]
         return _any_of(words) if words else None
 
-    def _check_plain(self, parts: Sequence[str | int], token_ids: np.ndarray, is_control: np.ndarray) -> None:
-        """Refuses control tokens among those of a text, other than the parts that are such tokens."""
+    def _check_plain(self, text: str, token_ids: np.ndarray, is_control: np.ndarray, written: Sequence[int]) -> None:
+        """Refuses control tokens among those of a text, other than those that a template has written there."""
         for token_id, count in Counter(token_ids[is_control[token_ids]].tolist()).items():
-            if count <= parts.count(token_id):
+            if count <= written.count(token_id):
                 continue
             name = self.tokenizer.spell(token_id)
             if self.in_text == "refuse":
                 raise UserError(_refusal(name))
-            text = "".join(part for part in parts if isinstance(part, str))
+            spelled = f"a text ({value_text(self.reveal(text))}) spells the special token {value_text(name)}"
             raise UserError(
-                f"a text ({value_text(text)}) spells the special token {value_text(name)}, which is also a word of "
-                "the tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+                f"{spelled}, which is also a word of the tokenizer: it cannot be plain characters. "
+                "Nearest that works: special_tokens_in_text=encode."
             )
 
     def hide_written_by(self, rendered: str) -> None:
@@ -252,9 +252,9 @@ class TextEncoder:
         self._is_control[[*written.values()]] = True
 
     def hide(self, where: str, text: str, keep: re.Pattern[str] | None = None) -> str:
-        """The content of a turn with a stand-in for each special token that is to be plain characters.
+        """The content of a turn, with a `BREAK` between the characters of special tokens that are to be plain.
 
-        A template carries the stand-ins along; `place` reads them as characters, and `reveal` spells them again.
+        A template carries these along; `place` reads the names as characters, and `reveal` spells them again.
 
         Args:
           keep: spells those that are special tokens all the same.
@@ -262,12 +262,16 @@ class TextEncoder:
           UserError: it spells one that it must not spell, or cannot; names `where`.
         """
 
-        def stands_in(found: re.Match[str]) -> str:
-            return found[0] if keep and keep.fullmatch(found[0]) else self._stand_in(found[0])
+        def hide_name(found: re.Match[str]) -> str:
+            if keep and keep.fullmatch(found[0]):
+                return found[0]
+            self._num_spelled += 1
+            return BREAK.join(found[0])
 
         self.check(where, keep.sub(" ", text) if keep else text)
-        hidden = self._in_turns.sub(stands_in, text)
-        self._num_spelled += len(_HIDDEN.findall(hidden))
+        if BREAK in text:
+            raise UserError(f"{where}: a turn has the character U+10FFFF, which no text may have. Remove it.")
+        hidden = self._in_turns.sub(hide_name, text)
         return text if self.in_text == "encode" else hidden
 
     def take_num_spelled(self) -> int:
@@ -276,19 +280,12 @@ class TextEncoder:
         self._num_spelled = 0
         return count
 
-    def _stand_in(self, name: str) -> str:
-        number = self._names.index(name)
-        return chr(0xD800 + number // 1024) + chr(0xDC00 + number % 1024)
-
-    def _name(self, stand_in: str) -> str:
-        return self._names[(ord(stand_in[0]) - 0xD800) * 1024 + ord(stand_in[1]) - 0xDC00]
-
     def reveal(self, text: str) -> str:
-        """The text with special tokens spelled in place of their stand-ins."""
-        return _HIDDEN.sub(lambda found: self._name(found[0]), text)
+        """The text as it was before `hide`."""
+        return text.replace(BREAK, "")
 
     def check_carried(self, turns: list[Turn], render: Callable[[list[Turn]], str]) -> None:
-        """Refuses turns whose stand-ins are not in their rendering where what they stand for would be.
+        """Refuses turns whose hidden names are not in their rendering where these names would be.
 
         Raises:
           UserError: the template cannot carry them.
@@ -306,40 +303,19 @@ class TextEncoder:
         Raises:
           UserError: a special token that is to be plain has no plain characters.
         """
-        others = iter(self.tokenizer.encode_placed([text for text in texts if not _HIDDEN.search(text)]))
-        return [self._place_hidden(text) if _HIDDEN.search(text) else next(others) for text in texts]
+        others = iter(self.tokenizer.encode_placed([text for text in texts if BREAK not in text]))
+        return [self._place_hidden(text) if BREAK in text else next(others) for text in texts]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`place` without the places, faster."""
-        without = [text for text in texts if not _HIDDEN.search(text)]
-        others = iter(_encode_in_pieces(self.tokenizer, without))
-        return [self._place_hidden(text).token_ids if _HIDDEN.search(text) else next(others) for text in texts]
+        others = iter(_encode_in_pieces(self.tokenizer, [text for text in texts if BREAK not in text]))
+        return [self._place_hidden(text).token_ids if BREAK in text else next(others) for text in texts]
 
     def _place_hidden(self, text: str) -> PlacedTokens:
-        parts: list[str | int] = []
-        starts: list[int] = []  # in the text, of each character of the parts
-        stops = [0]  # and after each
-        position = 0
-
-        def add_text(stop: int) -> None:
-            parts.append(text[position:stop])
-            starts.extend(range(position, stop))
-            stops.extend(range(position + 1, stop + 1))
-
-        for found in self._special_like_or_hidden.finditer(text):
-            first, last = found.span()
-            add_text(first)
-            position = last
-            part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_like[found[0]]
-            parts.append(part)
-            count = len(part) if isinstance(part, str) else 1
-            starts += [first] * count
-            stops += [last] * count
-        add_text(len(text))
-        placed = self.tokenizer.encode_parts(parts)
-        self._check_plain(parts, placed.token_ids, self._is_control)
-        starts.append(len(text))
-        return PlacedTokens(placed.token_ids, np.array(starts)[placed.starts], np.array(stops)[placed.stops])
+        placed = self.tokenizer.encode_broken(text)
+        written = [self.tokenizer.special_like[name] for name in self._special_like.findall(text)]
+        self._check_plain(text, placed.token_ids, self._is_control, written)
+        return placed
 
     # ---- Stop strings -------------------------------------------------------------------------------------------
 
@@ -348,10 +324,10 @@ class TextEncoder:
 
         A stop string may spell special tokens, and matches whether a model writes these or their characters.
         """
-        marked = [self._spelled.sub(lambda found: self._stand_in(found[0]), text) for text in texts]
-        names = {found[0] for text in texts for found in self._spelled.finditer(text)}
-        stand_ins = {self.tokenizer.special_tokens[name]: self._stand_in(name) for name in names}
-        return list(dict.fromkeys([*texts, *marked])), stand_ins
+        names = sorted({name for text in texts for name in self._spelled.findall(text)})
+        stand_ins = {name: chr(_FIRST_STAND_IN + number) for number, name in enumerate(names)}
+        marked = [self._spelled.sub(lambda found: stand_ins[found[0]], text) for text in texts]
+        return list(dict.fromkeys([*texts, *marked])), {self.tokenizer.special_tokens[x]: stand_ins[x] for x in names}
 
 
 def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[str, ...]:
@@ -362,7 +338,7 @@ def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[st
 
 def without_stand_ins(text: str) -> str:
     """The text without the stand-ins of special tokens, which are no part of a text."""
-    return _HIDDEN.sub("", text)
+    return _STAND_INS.sub("", text)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

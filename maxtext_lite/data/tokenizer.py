@@ -116,8 +116,8 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # of a character in UTF-8
 _SEAM = 8  # tokens of a prompt on which the first characters after it depend
-_FIRST_STAND_IN = 0x10F000  # of the private characters that stand for special tokens
-_STAND_INS = re.compile("[\U0010f000-\U0010ffff]")
+BREAK = "\U0010ffff"
+"""Between the characters of a special token's name it makes these plain; Unicode leaves it to programs."""
 _LIKE_SPECIAL = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)  # between signs: <|user|>, [INST]
 
 
@@ -177,12 +177,9 @@ class Tokenizer(Protocol):
         """The text as its words are looked up: in small letters, for example."""
         return text
 
-    def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
-        """The tokens of a text in parts: texts, in which nothing is `special_like`, and such tokens by their ids.
-
-        Each of these counts as one character.
-        """
-        (placed,) = self.encode_placed(["".join(part for part in parts if isinstance(part, str))])
+    def encode_broken(self, text: str) -> PlacedTokens:
+        """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
+        (placed,) = self.encode_placed([text.replace(BREAK, "")])
         return placed
 
     @contextlib.contextmanager
@@ -451,44 +448,24 @@ class HuggingFaceTokenizer(Tokenizer):
         normalizer = self._tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
-    def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
-        """The tokens of a text in parts: texts, in which nothing is `special_like`, and such tokens by their ids.
-
-        Raises:
-          UserError: a text has a private character that stands for special tokens here.
-        """
-        library, meant = self._library_of_parts
-        text = "".join(part if isinstance(part, str) else self._stand_in(part) for part in parts)
-        if any(isinstance(part, str) and _STAND_INS.search(part) for part in parts):
-            raise UserError("the text spells special tokens and has private characters from U+10F000 on. Remove these.")
-        encoding = library.encode(text, add_special_tokens=False)
-        return _placed([meant.get(token_id, token_id) for token_id in encoding.ids], encoding.offsets)
+    def encode_broken(self, text: str) -> PlacedTokens:
+        """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
+        encoding = self._without_breaks.encode(text, add_special_tokens=False)
+        return _placed(encoding.ids, encoding.offsets)
 
     @functools.cached_property
-    def _library_of_parts(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer that reads `special_like` only from characters that stand for them; what its further ids mean."""
+    def _without_breaks(self) -> Any:
+        """The tokenizer, but it deletes `BREAK` after it has looked for special tokens."""
         import tokenizers
 
         stated = json.loads(self._tokenizer.to_str())
         for token in stated["added_tokens"]:
-            token["special"] = token["content"] in self.special_like
+            token["normalized"] &= token["content"] not in self.special_like
         library: Any = tokenizers.Tokenizer.from_str(json.dumps(stated))
-        library.encode_special_tokens = True
-        return library, {}
-
-    def _stand_in(self, special_id: int) -> str:
-        """The character that stands for a special token; it is added with the token's own rules about spaces."""
-        import tokenizers
-
-        library, meant = self._library_of_parts
-        number = next((number for number, each in enumerate(meant.values()) if each == special_id), len(meant))
-        character = chr(_FIRST_STAND_IN + number)
-        if number == len(meant):
-            token = self._tokenizer.get_added_tokens_decoder()[special_id]
-            rules = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
-            library.add_tokens([tokenizers.AddedToken(character, special=False, normalized=False, **rules)])
-            meant[library.token_to_id(character)] = special_id
-        return character
+        delete = tokenizers.normalizers.Replace(BREAK, "")
+        own = [library.normalizer] if library.normalizer else []
+        library.normalizer = tokenizers.normalizers.Sequence([delete, *own])
+        return library
 
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""

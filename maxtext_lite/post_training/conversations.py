@@ -50,7 +50,7 @@ class Rendered(NamedTuple):
 
     Attributes:
       where: file and line.
-      text: of turns, with stand-ins for what `TextEncoder.hide` hides.
+      text: of turns, with the names that `TextEncoder.hide` hides.
       answers: for each answer, its first character and the one after its last.
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
@@ -269,7 +269,7 @@ class Renderer:
         )
 
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
-        """The turns of a list, with stand-ins for special tokens that their contents spell."""
+        """The turns of a list, with special tokens that their contents spell hidden."""
         turns, hidden = _turns(where, key, value), list[Turn]()
         with self._template_of(where):
             pass  # which says what else its contents must not spell

@@ -260,7 +260,7 @@ def test_a_long_document_that_spells_a_special_token_is_encoded_in_pieces(
     monkeypatch.setattr(text_encoder, "_CHARACTERS_OF_A_PIECE", 16)
     encoder = encoder_of(directory, "add_eos=false")
     seen = []
-    for name in ("encode_documents", "encode_placed", "encode_parts"):
+    for name in ("encode_documents", "encode_placed", "encode_broken"):
         real = getattr(encoder.tokenizer, name)
 
         def spy(texts, real=real):
