@@ -93,11 +93,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def another_hosts(path: Path) -> None:
+    """Replaces a host's checksums with those of the next host."""
+    process, _, count = path.name.removeprefix("sha256.").partition("-of-")
+    shutil.copyfile(path.with_name(f"sha256.{(int(process) + 1) % int(count)}-of-{count}"), path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "flipped": flip,
     "empty": lambda path: path.write_bytes(b""),
     "missing": lambda path: shutil.rmtree(path) if path.is_dir() else path.unlink(),
+    "another host's": another_hosts,
 }
 
 
@@ -107,7 +114,7 @@ def cases(newest: Path) -> list[tuple[str, str]]:
     for path in sorted(newest.rglob("*")):
         name = str(path.relative_to(newest))
         hows = ["missing"] if path.is_dir() else ["missing", *(["cut", "flipped", "empty"] * (path.stat().st_size > 0))]
-        found += [(how, name) for how in hows]
+        found += [(how, name) for how in hows + ["another host's"] * name.startswith("sha256.")]
     return found
 
 

@@ -1,4 +1,7 @@
-"""The compiled programs of a run, kept for its next start in jax's persistent compilation cache."""
+"""The compiled programs of a run, kept for its next start in jax's persistent compilation cache.
+
+Tested with jax 0.10.2 to 0.12, in which `LRUCache` is private.
+"""
 
 import concurrent.futures
 import contextlib
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.lru_cache import LRUCache
 from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
@@ -21,6 +25,7 @@ from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import RunConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.console import abandon
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import sharding
@@ -34,6 +39,7 @@ _LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _CPU = Path("/proc/cpuinfo")
 
 _found: Counter[int] = Counter()
+_put = LRUCache.put
 
 
 def keep_compiled(config: RunConfig) -> None:
@@ -45,6 +51,7 @@ def keep_compiled(config: RunConfig) -> None:
     if (kept := _directory(config)) is not None:
         jax.config.update(_WHERE, str(kept))
     jax.monitoring.register_event_listener(_note)
+    LRUCache.put = _put_whole
 
 
 @contextlib.contextmanager
@@ -73,6 +80,16 @@ def _directory(config: RunConfig) -> Path | None:
 def num_found() -> int:
     """The number of programs that this thread has found in the cache so far."""
     return _found[threading.get_ident()]
+
+
+def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """Writes an entry atomically: jax never replaces one, so each start would compile what a kill has cut short."""
+    entry = Path(str(self.path)) / f"{key}-cache"
+    if self.eviction_enabled or not entry.parent.is_dir():  # jax keeps a file beside each entry, or writes to a bucket
+        _put(self, key, value)
+    elif not entry.exists():
+        with replacing(entry) as partial:
+            partial.write_bytes(value)
 
 
 def _note(event: str, **_: object) -> None:

@@ -181,14 +181,18 @@ def read_checksums(directory: Path) -> dict[str, str]:
     if not counts:
         raise Damaged("its checksums are missing")
     digests: dict[str, str] = {}
-    for process in range(int(counts[0])):
-        name = f"sha256.{process}-of-{counts[0]}"
+    num_processes = int(counts[0])
+    for process in range(num_processes):
+        name = f"sha256.{process}-of-{num_processes}"
         with _finding_damage(directory / name, name):
             text = (directory / name).read_bytes().decode(errors="replace")
         lines, _, digest = text.rpartition(_LAST_LINE)
         if digest != hashlib.sha256(lines.encode()).hexdigest() + "\n":
             raise Damaged(f"{name} is not as it was written")
-        digests |= {file: digest for digest, _, file in (line.partition("  ") for line in lines.splitlines())}
+        own = {file: digest for digest, _, file in (line.partition("  ") for line in lines.splitlines())}
+        if any(_owner(file, num_processes) != process for file in own):
+            raise Damaged(f"{name} is that of another process")
+        digests |= own
     return digests
 
 

@@ -1,5 +1,7 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -75,3 +77,19 @@ def test_programs_are_read_without_keeping_others(tmp_path):
     jax.clear_caches()
     cube(X)
     assert len(list(kept.iterdir())) > len(entries)
+
+
+def test_an_entry_that_is_cut_short_has_no_name(tmp_path, monkeypatch):
+    """Jax never replaces an entry, so each later start would compile again."""
+    keep_compiled(config(tmp_path))
+
+    def cut_short(path, content):
+        path.touch()
+        raise KeyboardInterrupt
+
+    jax.clear_caches()
+    monkeypatch.setattr(Path, "write_bytes", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        jax.jit(lambda x: x**5)(X)
+    (kept,) = (tmp_path / DIRECTORY).iterdir()
+    assert not list(kept.glob("*-cache"))

@@ -141,6 +141,15 @@ def test_the_shares_of_two_processes_hold_each_file_once(directory):
     }
 
 
+@pytest.mark.fast
+def test_the_checksums_of_one_process_do_not_stand_for_anothers(directory):
+    for process in (0, 1):
+        write_checksums(directory, process, 2)
+    first, second = (directory / f"sha256.{process}-of-2" for process in (0, 1))
+    second.write_bytes(first.read_bytes())
+    assert check(directory).startswith("sha256.1-of-2 ")
+
+
 CHANGES = [
     lambda path: path.write_bytes(path.read_bytes() + b"x"),
     lambda path: path.write_bytes(b"\xff\xfe"),
