@@ -268,7 +268,7 @@ class TextEncoder:
             self._num_spelled += 1
             if len(found[0]) == 1 and self.in_text == "plain":
                 raise UserError(
-                    f"{where}: a turn has the special token {found[0]}, a single character that cannot be plain. Nearest "
+                    f"{where}: a turn has the special token {found[0]}, one character that cannot be plain. Nearest "
                     "that works: special_tokens_in_text=encode."
                 )
             return BREAK.join(found[0])
