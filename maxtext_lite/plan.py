@@ -35,6 +35,7 @@ from maxtext_lite.cli import (
 )
 from maxtext_lite.config import Config, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
 from maxtext_lite.config.nearest import divisors
@@ -62,9 +63,16 @@ def main(argv: Sequence[str]) -> int:
     memory_gb = arguments.device_memory_gb
     if device and memory_gb is None:
         memory_gb = device.memory_bytes / 1e9
-    if wants_solving(read_config(arguments.config, arguments.overrides).config):
+    asked = read_config(arguments.config, arguments.overrides).config
+    missing = no_directory(asked.load_parameters_path, "load_parameters_path")
+    if missing and before is None:
+        raise UserError(missing)
+    if wants_solving(asked):
         if before is not None:
-            raise UserError(f"--from={value_text(arguments.run)} is compared with one plan: state the batch's split.")
+            raise UserError(
+                f"--from={value_text(arguments.run)} is compared with one plan: of per_device_batch_size=-1 and "
+                "gradient_accumulation_steps=-1, state one."
+            )
         return _solve(arguments, device, memory_gb)
     if arguments.compile is not None:
         raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
@@ -140,8 +148,8 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     """Prints the best plans for a global batch, and the arguments of the first one."""
     if device is None:
         raise UserError(
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
-            "links: --device, as in --device=h200, is missing."
+            "per_device_batch_size=-1 (auto) is chosen for a device: name it, as in --device=h200, or state "
+            "per_device_batch_size."
         )
     if arguments.draw or arguments.draw_to:
         raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")

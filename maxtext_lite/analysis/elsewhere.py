@@ -114,7 +114,10 @@ class Move:
                 f"Continued from {newest}, the run ends at step {steps:,} after {total:,} examples{unless}."
             )
         if not self.trains_alike:
-            keep = " Set global_batch_size to keep the batch." if "global_batch_to_train" in self.changes else ""
+            keep = ""
+            if "global_batch_to_train" in self.changes:
+                batch, _ = self.changes["global_batch_to_train"]
+                keep = f" To keep the batch, set global_batch_size={batch} per_device_batch_size=-1."
             sentences.append(f"The run would not be the same there: {', '.join(self._other)}.{keep}")
         elif not step or self.done != self.end:
             sentences.append(

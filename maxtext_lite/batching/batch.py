@@ -102,7 +102,9 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
     if accumulation == -1:
         if stated % micro:
             rule = f"is not a multiple of {factors} = {micro} examples"
-            return refuse(config, "global_batch_size", rule, *multiples_around(int(micro), stated))
+            sizes = [Fraction(examples, num_devices) for examples in divisors(stated)]
+            split = {"per_device_batch_size": around(sizes, per_device)[0]}
+            return refuse(config, "global_batch_size", rule, multiples_around(int(micro), stated)[0], split)
         return Batch(per_device, int(stated / micro), int(micro))
     total = int(micro * accumulation)
     if stated not in (0, total):

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.json_file import is_there, user_path
 
 _ELSEWHERE = {
     "adam_beta1": "adam_b1",
@@ -132,6 +132,16 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
     same = [file for file in files if Path(file).stem == Path(name).stem]
     hint = did_you_mean(name, same) or did_you_mean(name, [*files, *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"
+
+
+def no_directory(path: str, key: str) -> str:
+    """The refusal of a path that does not exist, and what may be meant; "" if it is empty, exists or is in a bucket."""
+    place = user_path(path)
+    if not path or "://" in path or is_there(place):
+        return ""
+    beside = [each.name for each in place.parent.glob("*") if each.is_dir()]
+    hint = hub_hint(path) or did_you_mean(place.name, beside)
+    return f"{key}={value_text(path)}: there is no directory {value_text(str(place.absolute()))}.{hint}"
 
 
 def hub_hint(path: str, *options: str) -> str:

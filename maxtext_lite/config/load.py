@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import Refusal, UserError, did_you_mean, full_text, value_text, without_secrets
-from maxtext_lite.config.hints import hub_hint, key_hint, missing_file, override_hint
+from maxtext_lite.config.hints import key_hint, missing_file, no_directory, override_hint
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.keys import (
     TOKENIZER_FILES,
@@ -445,6 +445,9 @@ def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Laye
                 problems.append(Refusal("", message))
 
 
+_ARCHITECTURE = ModelConfig.model_fields.keys() - {"lora_rank", "lora_alpha", "lora_targets"}
+
+
 def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided:
     """What the directory of load_parameters_path says about the config, if any."""
     root, *stating = layers
@@ -464,13 +467,8 @@ def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided:
     if is_there(place):
         if installed_names("config_provider") != names("config_provider"):
             raise NotInstalled(f"load_parameters_path={path}: what reads it is not installed (maxtext_lite.hf).")
-    elif not ModelConfig.model_fields.keys() & stated.keys():
-        beside = [each.name for each in place.parent.glob("*") if each.is_dir()]
-        message = (
-            f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}, and no key "
-            f"says what the model is.{hub_hint(path) or did_you_mean(place.name, beside)}"
-        )
-        problems.append(Refusal("load_parameters_path", message))
+    elif not _ARCHITECTURE & stated.keys():  # a run's config.yml has them; its first parameters may be gone
+        problems.append(Refusal("load_parameters_path", no_directory(path, "load_parameters_path")))
     return nothing
 
 

@@ -19,7 +19,9 @@ from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.objective import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.one_config import require_one_config
+from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.run_files import has_checkpoints, run_directory
 from maxtext_lite.training.state import CONFIGURED, Overrides
 
 Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
@@ -52,13 +54,15 @@ def open_run(
 
 
 def start_run(config: Config) -> list[Any]:
-    """All devices of a run, once its processes have found that they are about the same run.
+    """All devices of a run, once its processes have found that they are about the same run and can start it.
 
     Raises:
-      UserError: they have different configs, versions of libraries, or kinds of devices.
+      UserError: they have different configs, versions of libraries, or kinds of devices, or load_parameters_path names
+        no parameters.
     """
     devices = start_devices()
     require_one_config(config)
+    check_start(config, resumes=has_checkpoints(run_directory(config)) and not config.starts_over)
     return devices
 
 

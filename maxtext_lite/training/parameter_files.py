@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from maxtext_lite.config import Config, MlpKind, ModelConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
-from maxtext_lite.config.hints import hub_hint
+from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
@@ -86,8 +86,8 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
             if steps := steps_in(parent):
                 return [absolute(parent / str(step)) for step in reversed(steps)]
     raise UserError(
-        f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint."
-        f"{hub_hint(str(root))}"
+        no_directory(str(root), key)
+        or f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint."
     )
 
 

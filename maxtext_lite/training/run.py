@@ -36,7 +36,7 @@ from maxtext_lite.training.checkpoint import (
 )
 from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
-from maxtext_lite.training.parameter_files import check_start, load_parameters, reader_of
+from maxtext_lite.training.parameter_files import load_parameters, reader_of
 from maxtext_lite.training.run_files import (
     RunFiles,
     has_checkpoints,
@@ -108,7 +108,6 @@ class TrainingRun:
         if config.starts_over:
             check_removable(config, self.directory)
         self.resumes = has_checkpoints(self.directory) and not config.starts_over
-        check_start(config, resumes=self.resumes)
         if self.resumes and not config.enable_checkpointing:
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "

@@ -154,8 +154,9 @@ def test_what_may_be_an_id_of_the_hub_is_to_be_downloaded(here):
         "HuggingFaceTB/SmolLM2-135M",
         "openai/gpt-oss-20b",
     ):
-        (problem,) = problems_of(None, [f"load_parameters_path={path}"])
-        assert f"hf download {path}" in problem
+        for words in ([], ["lora_rank=16"]):
+            (problem,) = problems_of(None, [f"load_parameters_path={path}", *words])
+            assert f"hf download {path}" in problem
     Path("runs/other").mkdir(parents=True)
     Path("runs/other/config.yml").touch()
     for path in ("runs/mine", "data/lines.jsonl", "nowhere", "a/b/c"):

@@ -91,8 +91,6 @@ def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leav
         num_examples=len(run.source),
         device_memory_gb=2.5,
     )
-    with pytest.raises(UserError, match="load_parameters_path"):
-        run_of(tmp_path, f"load_parameters_path={tmp_path}/nowhere")
     assert not list(tmp_path.iterdir())
 
 
