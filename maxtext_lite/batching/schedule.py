@@ -390,7 +390,9 @@ def derive_length(
     length = RunLength(stages, None if epochs else config.steps, examples, config.last_batch == "train")
     if num_examples is not None and epochs and not length.steps:
         wanted = stages[0].global_batch_to_train
-        rule = f"is {examples} examples, fewer than the {wanted} of one batch, and last_batch=drop trains on no other"
+        is_packed = config.dataset_type == "sft" and config.packing
+        what = f"packed rows of {config.max_target_length} tokens" if is_packed else "examples"
+        rule = f"is {examples} {what}, fewer than the {wanted} of one batch, and last_batch=drop trains on no other"
         return refuse(config, "num_epochs", rule, Fraction(wanted, num_examples), {"last_batch": "train"})
     return length
 

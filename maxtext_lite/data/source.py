@@ -82,6 +82,11 @@ class ExampleSource:
         """Conversations or pairs, which are never divided; elsewhere examples."""
         return len(self)
 
+    @property
+    def packed_text(self) -> str:
+        """What shares its rows, a clause for the user such as ` (rows of ...)`; "" where nothing does."""
+        return ""
+
     def describe(self) -> list[dict[str, Any]]:
         """The entries of plan.json about its files, for a run's report, each with the `name` of its source."""
         return []

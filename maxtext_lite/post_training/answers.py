@@ -133,6 +133,14 @@ class AnswerSource(ExampleSource):
         return len(self.columns[0])
 
     @property
+    def packed_text(self) -> str:
+        """How many conversations or pairs the rows hold."""
+        if self.num_sequences == len(self):
+            return ""
+        what = "conversations" if self.dataset_type == "sft" else "pairs"
+        return f" (rows of {self.row_tokens:,} tokens, packed from {self.num_sequences:,} {what})"
+
+    @property
     def _targets(self) -> np.ndarray:
         """Target tokens by number of a sequence, summed over the columns."""
         return np.sum([sequences.targets for sequences in self.columns], axis=0)

@@ -6,7 +6,7 @@ import jax
 
 from maxtext_lite.batching import BatchPlan, format_plan
 from maxtext_lite.config import describe, write_resolved
-from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.errors import counted, value_text, writing
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table
 from maxtext_lite.training.arrays import num_elements
@@ -78,9 +78,9 @@ def _batch_text(plan: BatchPlan) -> str:
 
 
 def _data_text(run: TrainingRun) -> str:
-    noun = "prompts" if run.plan.rl else "examples"
-    held_out = "nothing" if run.eval_source is None else f"{len(run.eval_source):,} {noun}"
-    return f"{len(run.source):,} training {noun}, {held_out} held out"
+    noun = "prompt" if run.plan.rl else "example"
+    held_out = "nothing" if run.eval_source is None else counted(len(run.eval_source), noun)
+    return f"{counted(len(run.source), f'training {noun}')}{run.source.packed_text}, {held_out} held out"
 
 
 def _change_notes(run: TrainingRun, counts: TrainProgress, left: int, end: int) -> Iterator[str]:
