@@ -54,6 +54,7 @@ class CommandSignals:
         self._asked: set[int] = set()
         self._code = EXIT_INTERRUPTED
         self._last_words = b""
+        self._reason = b""
         self.installed = False
 
     def install(self) -> None:
@@ -80,6 +81,7 @@ class CommandSignals:
           ask: takes the signal's number; must not raise.
         """
         self._ask = ask
+        self._reason = b""
 
     def reset(self) -> None:
         """Makes a signal end the process as before the first `ask`: another run begins, with nothing to save yet.
@@ -93,6 +95,11 @@ class CommandSignals:
     def finish(self, code: int) -> None:
         """Makes a signal end the process with `code`: the work is done."""
         self._code, self._ask = code, None
+        self._reason = b""
+
+    def explain(self, reason: str) -> None:
+        """Sets a line that stderr gets if a signal ends the process before the next `ask` or `finish`."""
+        self._reason = f"{reason}\n".encode()
 
     def say_at_the_end(self, last_words: bytes) -> None:
         """Sets bytes, such as a terminal escape sequence, that stdout gets before a signal ends the process."""
@@ -107,8 +114,10 @@ class CommandSignals:
             self._end()
 
     def _end(self) -> None:
-        if self._last_words:
-            os.write(1, self._last_words)
+        for stream, text in ((1, self._last_words), (2, self._reason)):
+            if text:
+                with contextlib.suppress(OSError):
+                    os.write(stream, text)
         os._exit(self._code)
 
     def _watch(self, read: int) -> None:

@@ -117,9 +117,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_watchdog(config: Config) -> None:
-    """Starts the watchdog and the clock of the start-up phases, if this process is a command's own."""
+    """In a command's own process, starts the watchdog and the clock of the phases, and explains an early signal."""
     if not command_signals.installed:
         return
+    command_signals.explain("stopped before the first step: there was nothing to save")
     phases.restart(process_start())
     phases.mark("config")
     if not config.hang_timeout_seconds:
@@ -143,6 +144,8 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
         complain(f"error: {error}")
         return EXIT_NON_FINITE
     if result.interrupted:
+        if result.is_first_host and config.enable_checkpointing:
+            print(f"the same command{' without overwrite=true' if config.starts_over else ''} resumes the run")
         return EXIT_STOPPED_BY_SIGNAL
     if result.is_first_host:
         print(f"{counted(result.step, 'step')} done; run directory: {result.run_directory}")

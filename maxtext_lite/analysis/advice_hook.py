@@ -1,8 +1,8 @@
-"""What a run's noise scale says about its batch, printed at the end of the run."""
+"""What a run's noise scale is, printed at the end of the run."""
 
 from collections.abc import Callable
 
-from maxtext_lite.analysis.laws import batch_size_advice, laws_beside
+from maxtext_lite.analysis.laws import measured_scale
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
@@ -11,10 +11,11 @@ from maxtext_lite.training.state import TrainState
 
 
 class AdviceHook(Hook):
-    """Advises on the batch size at the end of a run that has measured its noise scale."""
+    """Compares the batch with the noise scale at the end of a run that has measured it."""
 
     def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run = run
+        self._last_step = counts.step + run.steps_left(counts)
         self._newest: Record = {}
 
     def written(self, record: Record) -> None:
@@ -22,13 +23,8 @@ class AdviceHook(Hook):
             self._newest = record
 
     def saved(self) -> str:
-        config, plan, newest = self._run.config, self._run.plan, self._newest
-        if not newest or plan.rl is not None:
+        newest = self._newest
+        if newest.get("step") != self._last_step or self._run.plan.rl is not None:  # nothing after a stop
             return ""
-        advice = batch_size_advice(
-            newest["gradient_noise_scale"], newest["gradient_noise_scale_error"], newest["global_batch_to_train"]
-        )
-        if config.objective != "pretrain":
-            return advice
-        _, examples = plan.length.end_after(newest["step"], newest["examples_seen"])
-        return f"{advice}\n{laws_beside(config, examples * config.max_target_length)}"
+        measured = measured_scale(newest["gradient_noise_scale"], newest["gradient_noise_scale_error"])
+        return f"{measured}, the batch {newest['global_batch_to_train']:,}; `report` says what follows"

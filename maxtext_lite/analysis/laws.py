@@ -263,7 +263,7 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
             f"The gradient noise scale came out as {noise_scale:.3g} examples; one that is not above 0 means that the "
             f"estimate is lost in its own noise, so it says nothing about {batch}."
         )
-    measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
+    measured = measured_scale(noise_scale, relative_error)
     if relative_error is None:
         return (
             f"{measured}, with an unknown error. {_progress(noise_scale, global_batch)} "
@@ -271,25 +271,20 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
         )
     low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
     high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
-    bars = f"{measured} (two standard errors: {_count(low)} to {_count(high)})"
     if relative_error >= _TOO_UNCERTAIN:
-        return f"{bars}. That is too uncertain to say anything about {batch}; more steps narrow it."
-    return f"{bars}. {_progress(noise_scale, global_batch)} {_verdict(low, high, noise_scale, global_batch)} {_LIMITS}"
+        return f"{measured}. That is too uncertain to say anything about {batch}; more steps narrow it."
+    verdict = _verdict(low, high, noise_scale, global_batch)
+    return f"{measured}. {_progress(noise_scale, global_batch)} {verdict} {_LIMITS}"
 
 
-def laws_beside(config: Config, tokens: int) -> str:
-    """A sentence on what the laws say about a run of `tokens` tokens, for comparison with a measured noise scale."""
-    budget = budget_of(config, tokens=tokens, loss=None)
-    example_tokens = config.max_target_length * config.rows_per_example
-    best, critical = (
-        " to ".join(_count(end / example_tokens) for end in (interval.low, interval.high))
-        for interval in (batch_interval(budget, "best"), batch_interval(budget, "critical"))
-    )
-    return (
-        f"For this model and {tokens:,} tokens, published laws put the best batch at {best} examples and the critical "
-        f"one at {critical} (`advise` names them); the noise scale underestimates the critical batch of language "
-        "models (Merrill et al. 2025)."
-    )
+def measured_scale(noise_scale: float, relative_error: float | None) -> str:
+    """The noise scale with its error bar of two standard errors."""
+    measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
+    if relative_error is None:
+        return measured
+    low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
+    high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
+    return f"{measured} (two standard errors: {_count(low)} to {_count(high)})"
 
 
 def _progress(noise_scale: float, batch: int) -> str:
