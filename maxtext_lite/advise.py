@@ -71,7 +71,7 @@ def _text(found: Recommendation) -> str:
         "N tokens (OLMo ladder), 2,000 steps (DeepSeek)",
         *_ramp_lines(found.ramp, budget.tokens),
         "",
-        "legal batches near these" + _of_time(found),
+        "batches that this machine can train, near these" + _of_time(found),
         *(_legal_line(legal) for legal in found.legal),
         "",
         *(f"{name}: {source}" for name, source in {law.name: law.source for law in (*BATCH_LAWS, *RATE_LAWS)}.items()),

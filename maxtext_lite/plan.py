@@ -4,7 +4,7 @@ import argparse
 import functools
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from maxtext_lite.analysis.elsewhere import changed_settings, done_in, moved, re
 from maxtext_lite.analysis.expected import MEASURED, expected, expected_rows
 from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
 from maxtext_lite.analysis.ranking import RankedPlan, check_machine, format_ranking, rank
+from maxtext_lite.analysis.smaller_step import smaller_step
 from maxtext_lite.batching import (
     BatchPlan,
     Topology,
@@ -34,7 +35,7 @@ from maxtext_lite.cli import (
     whole_number,
 )
 from maxtext_lite.config import Config, SourceList, UserError, load_config
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import settings_of, value_text
 from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
         return _solve(arguments, device, memory_gb)
     if arguments.compile is not None:
         raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
+    platform = arguments.platform or (device.platform if device else "gpu")
     config, plan = load_plan(
         arguments.config,
         arguments.overrides,
@@ -83,8 +85,9 @@ def main(argv: Sequence[str]) -> int:
         num_hosts=arguments.hosts,
         num_examples=_count_examples if arguments.examples is None else arguments.examples,
         device_memory_gb=memory_gb,
-        platform=arguments.platform or (device.platform if device else "gpu"),
+        platform=platform,
     )
+    _check_vocabulary(config)
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
     if before is not None:
@@ -98,6 +101,16 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json_text(plan.to_json() | mixture | {"prediction": figures}, indent=2))
         return 0
+    if not plan.memory.fits and plan.rl is None:
+        plan_of = functools.partial(
+            make_plan,
+            num_devices=arguments.devices,
+            num_hosts=arguments.hosts,
+            num_examples=plan.num_examples,
+            device_memory_gb=memory_gb,
+            platform=platform,
+        )
+        sentences.append(_nearest_that_fits(config, plan, plan_of))
     print("\n".join([format_plan(plan, expected_rows(figures)), *sentences]))
     return 0
 
@@ -154,6 +167,7 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     if arguments.draw or arguments.draw_to:
         raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")
     config = load_config(arguments.config, arguments.overrides)
+    _check_vocabulary(config)
     topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
     check_machine(config, topology)
     num_examples = arguments.examples
@@ -217,6 +231,25 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
         raise UserError(f"--draw-to {value_text(path)} cannot be written: {error.strerror}.") from None
     print(f"drew {path}")
     return 0
+
+
+def _check_vocabulary(config: Config) -> None:
+    """Refuses a vocab_size smaller than that of a tokenizer whose file is on this machine, as `train` does."""
+    if config.tokenizer_type == "byte" or not Path(config.tokenizer_path).exists():
+        return
+    from maxtext_lite.data import check_vocabulary, load_tokenizer
+
+    check_vocabulary(load_tokenizer(config), config.vocab_size)
+
+
+def _nearest_that_fits(config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> str:
+    """The keys of a smaller step that fits and makes the same updates, in a sentence."""
+    assert plan.memory.limit is not None
+    keys = smaller_step(config, plan, plan_of, plan.memory.limit / plan.memory.total)
+    changed = settings_of({key: value for key, value in keys.items() if value != getattr(config, key)})
+    if not changed:
+        return "Nothing that makes the same updates fits: use more devices to shard over."
+    return f"This fits and makes the same updates: {' '.join(changed)}"
 
 
 def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]]:

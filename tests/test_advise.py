@@ -73,7 +73,9 @@ def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, print
         [re.findall(r"\w+=\S+", line) for line in out.splitlines() if part in line]
         for part in (" examples: ", "global_rampup_samples=")
     )
-    assert len(legal) == 5
+    assert (
+        len(legal) == 4
+    )  # the one nearest to the upper end of the interval is above it
     assert ramp
     for settings in [*legal, *ramp]:  # as many whole batches as the tokens need
         plan = make_plan(load_config(None, [*words, *settings]), num_devices=8)

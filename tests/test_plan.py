@@ -7,6 +7,7 @@ import pytest
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.plan import main
+from maxtext_lite.prepare import main as prepare
 
 PLAN_JSON = """
 num_devices num_hosts mesh per_device_batch_size micro_batch_to_train empty_slots_per_micro_batch
@@ -178,3 +179,31 @@ def test_the_step_time_to_expect_is_what_an_h200_took(plan, words, measured):
 
 def test_parameters_are_planned_without_a_device(plan):
     assert plan("model_name=llama3-8b")["prediction"] == {"parameters": 8_030_261_248}
+
+
+def test_a_step_that_does_not_fit_is_shown_with_one_that_does(printed):
+    machine = ["--devices", "64", "--device", "h200", "model_name=llama3-8b"]
+    large = [*machine, "max_target_length=8192", "per_device_batch_size=16"]
+    line = printed(*large).splitlines()[-1]
+    assert line.startswith("This fits and makes the same updates: ")
+    smaller = printed(*large, *line.split(": ")[1].split())
+    assert "global_batch_to_train        1024 examples" in smaller
+    assert "per device are needed" not in smaller
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path, printed):
+    write_lines(tmp_path / "data.jsonl", "to be or not to be", 20)
+    path = tmp_path / "tokenizer"
+    prepare(
+        [
+            "tokenizer",
+            f"input={tmp_path}/data.jsonl",
+            f"output={path}",
+            "vocab_size=260",
+        ]
+    )
+    words = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
+    with pytest.raises(UserError, match="vocab_size=64 is smaller than the tokenizer"):
+        main([*words, "vocab_size=64"])
+    assert printed(*words, "vocab_size=260")
+    assert printed(words[0], "tokenizer_path=elsewhere.json", "vocab_size=64")

@@ -49,8 +49,8 @@ def expected_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Rows of the plan's table for what `expected` found."""
     rows = [("parameters", f"{found['parameters']:,}")]
     if "step_seconds" in found:
-        ratios = f"{MEASURED[0]:.2f} to {MEASURED[1]:.2f}"
-        rows.append(("step time", f"{_range(found['step_seconds'], '{:.4g}')} s: {ratios} times, as on one H200"))
+        ratios = f"{MEASURED[0]:.2f} to {MEASURED[1]:.2f} x the bound was measured on one H200"
+        rows.append(("step time", f"{_range(found['step_seconds'], '{:.4g} s')} ({ratios})"))
         rows.append(("tokens per second", _range(found["tokens_per_second"], "{:,.0f}")))
         rows.append(("MFU", _range(found["mfu"], "{:.1%}")))
     return rows

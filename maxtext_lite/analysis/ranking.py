@@ -89,8 +89,8 @@ def is_open(config: Config, key: str) -> bool:
     return isinstance(origin, Origin) and origin.is_default
 
 
-_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
-           "bubble", "tokens/s", "MFU")  # fmt: skip
+_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "min ms", "matmul", "memory", "collectives",
+           "host", "bubble", "max tokens/s", "max MFU")  # fmt: skip
 
 
 def format_ranking(ranked: Sequence[RankedPlan]) -> str:

@@ -124,7 +124,8 @@ class Recommendation:
       weight_decay: from the smallest batch at the largest rate to the largest batch at the smallest rate.
       adam_b2: at the ends of `best`.
       warmup_steps: range of the laws at the middle of `best`.
-      legal: the distinct legal batches near the ends and the middle of `best` and the ends of its widened interval.
+      legal: the distinct legal batches near the ends and the middle of `best` and the ends of its widened interval,
+        and within that interval if any is.
     """
 
     budget: Budget
@@ -178,10 +179,11 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     if not has_shapes:
         flops = 6 * budget.parameters
         legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
-    ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
+    ramp = ramp_of(config.optimizer, legal[2].tokens, budget.tokens)
     if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
         overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
         ramp = dataclasses.replace(ramp, overrides=overrides)
+    inside = [each for each in legal if wide.low <= each.tokens <= wide.high]
     return Recommendation(
         budget,
         best,
@@ -191,7 +193,7 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         Interval(decay_b2[0], decay_b2[1]),
         Interval(steps[0], steps[-1]),
         ramp,
-        tuple(sorted({each.examples: each for each in legal}.values(), key=lambda each: each.examples)),
+        tuple(sorted({each.examples: each for each in inside or legal}.values(), key=lambda each: each.examples)),
     )
 
 

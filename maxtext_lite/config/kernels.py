@@ -292,9 +292,9 @@ def _unsuited(kernel: str, config: Config, num_context_shards: int) -> list[str]
     if not is_there(traits.computes):
         reasons.append("it is not installed")
     if config.dtype not in traits.dtypes:
-        reasons.append(f"it does not compute in dtype={config.dtype}")
+        reasons.append(f"no support for dtype={config.dtype}")
     if lacks := lacking(kernel, needs_of(config)):
-        reasons.append(f"it does not support {' or '.join(lacks)}")
+        reasons.append(f"no support for {' or '.join(lacks)}")
     if length % (multiple := token_multiple(kernel, num_context_shards)):
         reasons.append(f"max_target_length={length} is not a multiple of {multiple}")
     if num_context_shards > 1 and not traits.context_shards:

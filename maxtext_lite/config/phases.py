@@ -144,7 +144,7 @@ phases = PhaseClock()
 _WORK: dict[Phase, str] = {
     "compile": "compiling the train step",
     "reading": "waiting for the data of step {}",
-    "step": "step {}",
+    "step": "taking step {}",
     "rollout": "sampling and judging responses for step {}",
     "save": "saving step {}",
     "evaluation": "evaluating after step {}",

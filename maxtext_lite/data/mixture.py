@@ -684,11 +684,11 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
 
 
 def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
-    """Why a run of which `steps_left` are 0 has none left."""
+    """Why a run with no steps left has none."""
     if plan.length.steps_left(step, examples_seen):
         return "its data end there"
     stated = plan.length.stated_steps
-    return "none is left" if stated is None else f"none is left of the {stated} that are asked for"
+    return "its epochs are over" if stated is None else f"steps={stated} asks for no more"
 
 
 def _exhausted(source: Any, end: int) -> dict[str, int]:

@@ -27,8 +27,9 @@ def open_prepared_rows(
     manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
-            f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
-            f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
+            f"{key}={path!r} was prepared with the tokenizer {_short(manifest.tokenizer)}; tokenizer_type="
+            f"{config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} is {_short(tokenizer.fingerprint)}. "
+            "Set tokenizer_type and tokenizer_path to the tokenizer of the data, or prepare them again."
         )
     if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
         raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
@@ -42,3 +43,8 @@ def open_prepared_rows(
         notes=spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text),
         eval_fraction=eval_fraction,
     )
+
+
+def _short(fingerprint: str) -> str:
+    """A tokenizer's fingerprint with the first digits of its hash."""
+    return ":".join(part[:13] for part in fingerprint.split(":"))

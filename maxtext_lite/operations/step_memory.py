@@ -36,11 +36,9 @@ class MemoryHook(Hook):
     def after_compile(self, num_bytes: int) -> str:
         self.compiled = num_bytes
         self._write()
-        error = self._error_to(num_bytes)
-        if error is None or self._planned is None:
+        if not num_bytes or self._planned is None:
             return ""
-        planned = bytes_text(self._planned)
-        return f"; it holds {bytes_text(num_bytes)} of a device, and {planned} by the plan ({error:+.0%})"
+        return f"; it needs {bytes_text(num_bytes)} per device (planned: {bytes_text(self._planned)})"
 
     def written(self, record: Record) -> None:
         peak = record.get("peak_memory_bytes")

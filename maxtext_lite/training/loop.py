@@ -11,6 +11,7 @@ import optax
 
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import counted
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
@@ -208,7 +209,7 @@ def train_run(
         last_step = counts.step + run.steps_left(counts)
         if counts.step == last_step and not is_evaluation_missing(run, counts.step, is_last=True):
             why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
-            terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
+            terminal.say(f"nothing to do: {run.directory} already has {counted(counts.step, 'step')}; {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         log_startup(run, counts, terminal.say)
         for hook in hooks:

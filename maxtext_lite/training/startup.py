@@ -58,14 +58,10 @@ def log_startup(run: TrainingRun, counts: TrainProgress, say: Callable[[str], No
 def _model_text(run: TrainingRun) -> str:
     parameters = num_elements(run.decoder.abstract_params)
     trained = num_elements(run.decoder.trained(run.decoder.abstract_params))
-    adapters = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
+    adapters = "" if trained == parameters else f", of which {trained:,} (LoRA adapters) are trained,"
     peak = run.peak_tflops
-    mfu = (
-        "MFU is not shown: this device's peak is unknown"
-        if peak is None
-        else f"MFU is relative to {peak:g} TFLOP/s each"
-    )
-    return f"{parameters:,} parameters{adapters} on {run.mesh.size} x {jax.devices()[0].device_kind}; {mfu}"
+    mfu = "" if peak is None else f"; MFU is relative to {peak:g} TFLOP/s each"
+    return f"{parameters:,} parameters{adapters} on {run.mesh.size} x {jax.devices()[0].device_kind}{mfu}"
 
 
 def _batch_text(plan: BatchPlan) -> str:

@@ -256,8 +256,8 @@ class StepLog:
         """Reports, after the first step of this start, how the time up to it was spent."""
         phases.mark("first step")
         parts = {part: round(seconds, 3) for part, seconds in phases.start_up.items()}
-        text = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
-        self.say(f"first step done {sum(parts.values()):.1f} s after the start, in seconds: {text}")
+        text = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
+        self.say(f"first step finished after {sum(parts.values()):.1f} s: {text}")
         self.run.note_environment(start_up_seconds=parts)
 
     def _is_of_loss_scale(self, metrics: Record) -> bool:
