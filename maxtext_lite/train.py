@@ -143,9 +143,9 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
     except LossSpike as error:
         complain(f"error: {error}")
         return EXIT_NON_FINITE
+    if result.interrupted and result.is_first_host and config.enable_checkpointing:
+        print(f"the same command{' without overwrite=true' if config.starts_over else ''} resumes the run")
     if result.interrupted:
-        if result.is_first_host and config.enable_checkpointing:
-            print(f"the same command{' without overwrite=true' if config.starts_over else ''} resumes the run")
         return EXIT_STOPPED_BY_SIGNAL
     if result.is_first_host:
         print(f"{counted(result.step, 'step')} done; run directory: {result.run_directory}")
