@@ -70,7 +70,8 @@ class OwnExamples(ExampleSource):
     def _checked(self, where: str, name: str, given: np.ndarray) -> np.ndarray:
         """A field in its dtype; refuses values that this would change, and those that no field of this name has."""
         dtype = field_dtype(name)
-        if given.dtype.kind not in ("biu" if dtype is np.int32 else "biuf"):
+        is_float = dtype is np.float32 and (given.dtype.kind == "f" or given.dtype.name == "bfloat16")
+        if given.dtype.kind not in "biu" and not is_float:
             raise UserError(f"{where}: {name} have the type {given.dtype}, which does not become {dtype.__name__}.")
         least = given.min()
         most = given.max()

@@ -6,6 +6,7 @@ tokens, where each document starts, and facts about them; it appears under its n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -112,6 +113,7 @@ def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path
         root = cache_directory("text")
     else:
         root = user_path(beside) / ".cache" / "text"
+    entry: Path | None = None
     try:
         entry = root / _key(files, encoder)
         with locked(entry):
@@ -127,6 +129,9 @@ def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path
             make_directory(entry, lambda made: _write(made, encoder, files))
             return _opened(entry, encoder)
     except OSError as error:
+        with contextlib.suppress(UserError):
+            if entry and entry.is_dir():  # in a cache that this process may only read
+                return _opened(entry, encoder)
         complain(
             f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is tokenized at every "
             f"start. {CACHE_VARIABLE} names another directory."

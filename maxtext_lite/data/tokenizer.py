@@ -180,7 +180,10 @@ class Tokenizer(Protocol):
     def encode_broken(self, text: str) -> PlacedTokens:
         """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
         (placed,) = self.encode_placed([text.replace(BREAK, "")])
-        return placed
+        kept = np.array([place for place, letter in enumerate(text) if letter != BREAK], np.int64)
+        starts = np.append(kept, len(text))[placed.starts]
+        stops = np.append(0, kept + 1)[placed.stops]
+        return PlacedTokens(placed.token_ids, starts, stops)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:

@@ -57,7 +57,10 @@ class _OnDisk:
     def found(self) -> dict[str, LeaseFile]:
         """All leases by name."""
         found: dict[str, LeaseFile] = {}
-        for path in self._directory.glob("*.json"):
+        paths: list[Path] = []
+        with contextlib.suppress(FileNotFoundError):
+            paths = [path for path in self._directory.iterdir() if path.suffix == ".json" and path.stem.isdecimal()]
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 about = path.stat()
                 found[path.name] = LeaseFile(path.read_bytes(), f"{about.st_ino} {about.st_mtime_ns}")

@@ -77,7 +77,7 @@ def process_info(environment: Environment, *, on_tpu: bool) -> ProcessInfo | Non
     found = None
     if environment.get(_NUM_PROCESSES, "1") == "1":
         found = _slurm(environment) or _open_mpi(environment)
-        if found is None and _ADDRESS not in environment:
+        if found is None and not environment.get(_ADDRESS):
             return _tpu() if on_tpu else None
     if found is None:
         num_processes = _whole_number(environment, _NUM_PROCESSES, minimum=1)
@@ -134,7 +134,11 @@ def _share_of_gpus(environment: Environment, local_process: int, num_sharing: in
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return None  # jax reads the variable
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    count = gpus_of_node() if visible is None else len([gpu for gpu in visible.split(",") if gpu])
+    if visible is None:
+        uses_nvidia = environment.get("JAX_PLATFORMS", "cuda").startswith(("cuda", "gpu"))
+        count = (gpus_of_node() if uses_nvidia else 0) or num_sharing  # another vendor's: one each
+    else:
+        count = len([gpu for gpu in visible.split(",") if gpu])
     if num_sharing == 1 or count < num_sharing:  # each process sees its own
         return None
     each, rest = divmod(count, num_sharing)

@@ -123,7 +123,7 @@ def count_rows(parts: StepContext, rows: Rows) -> dict[str, jax.Array]:
     """The counts of rows [A, B, T] by replica, as in `StepGradients`."""
     objective = parts.objective
     counts_AB = objective.counts(rows)
-    counts = {name: _sum_by_replica(parts, counts_AB[name]) for name in {"target_tokens", objective.divisor}}
+    counts = {name: _sum_by_replica(parts, counts_AB[name]) for name in sorted({"target_tokens", objective.divisor})}
     has_token_AB = jnp.any(rows["segments"] > 0, axis=-1)
     counts["examples"] = _sum_by_replica(parts, has_token_AB.astype(jnp.int32)) // objective.rows_per_example
     return counts

@@ -292,7 +292,7 @@ def custom_loss(
                 f"{first:.6g} and {second:.6g}. It must be a sum over rows, 0 where weights are 0."
             )
     _, weight = whole
-    _, other_weight = _sum_and_weight(function, [np.zeros_like(x) for x in outputs], rows)
+    _, other_weight = _sum_and_weight(function, [rng.permuted(x) for x in outputs], rows)
     if not math.isclose(weight, other_weight, rel_tol=1e-4):
         raise UserError("objective: the weight changes with the model's predictions. It must depend on the rows alone.")
     if weight <= 0:

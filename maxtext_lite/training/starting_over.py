@@ -1,5 +1,7 @@
 """The removal of an earlier run, for overwrite=true."""
 
+import contextlib
+import glob
 import re
 import shutil
 from collections.abc import Callable
@@ -7,8 +9,10 @@ from pathlib import Path
 
 from maxtext_lite.config import Config, SourceList, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import TEMPORARY, steps_in
+from maxtext_lite.data.text_files import find_files
+from maxtext_lite.training.parameter_files import reader_of
 
 READ_KEYS = (
     "load_parameters_path",
@@ -48,10 +52,26 @@ def check_removable(config: Config, directory: Path) -> None:
         value = getattr(config, key)
         texts = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
         for text in texts:
-            if text and user_path(text).resolve().is_relative_to(directory.resolve()):
-                raise UserError(
-                    f"{key}={value_text(text)} is in the run that overwrite=true would remove. Use another run_name."
-                )
+            for path in _paths(key, text):
+                if path.resolve().is_relative_to(directory.resolve()):
+                    what = "" if path == user_path(text) else f": {path}"
+                    raise UserError(
+                        f"{key}={value_text(text)}{what} is in the run that overwrite=true would remove. Use another "
+                        "run_name."
+                    )
+
+
+def _paths(key: str, text: str) -> list[Path]:
+    """What a value denotes: also the files that a pattern matches, and the base of an adapter."""
+    if not text:
+        return []
+    paths = [user_path(text)]
+    if glob.has_magic(text) and not is_there(paths[0]):
+        with contextlib.suppress(UserError):  # of a key that takes no pattern
+            paths += [file for _, file in find_files(key, text)]
+    if key == "load_parameters_path" and (reader := reader_of(text)):
+        paths.append(Path(reader.directory))
+    return paths
 
 
 def remove_run(directory: Path, say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from maxtext_lite.data.sources_on_hosts import source_tokens_of_run
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
-from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
+from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss, Restart
 from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import METRICS, JsonLines, Terminal
 from maxtext_lite.training.run import TrainingRun
@@ -158,8 +158,14 @@ class StepLog:
         try:
             record = self.record(step, result, state)
         except LossSpike as spike:
+            restarts: list[Restart] = []
             for hook in self.hooks:
-                hook.on_spike(spike)
+                try:
+                    hook.on_spike(spike)
+                except Restart as restart:
+                    restarts.append(restart)
+            if restarts:
+                raise restarts[0] from spike
             raise
         for hook in self.hooks:
             self.is_end_requested |= bool(hook.after_step(step, record, state if self.shows_state else None))
