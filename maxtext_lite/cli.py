@@ -201,6 +201,10 @@ def bounded(parse: Callable[[str], Number], least: Number, most: float = math.in
     return check
 
 
+gigabytes = bounded(real_number, 0.001, 1e6)
+"""The type of an option with the memory of a device, in units of 1e9 bytes."""
+
+
 at_least_one = bounded(whole_number, 1)
 """The type of an option that counts something."""
 tolerance = bounded(real_number, 0, 1)

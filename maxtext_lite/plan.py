@@ -26,11 +26,10 @@ from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.cli import (
     ArgumentParser,
     at_least_one,
-    bounded,
     config_arguments,
+    gigabytes,
     local_path,
     machine_arguments,
-    real_number,
     run_command,
     whole_number,
 )
@@ -44,7 +43,6 @@ from maxtext_lite.config.records import json_text
 from maxtext_lite.console import complain
 
 _MOST_DRAWN = 50_000
-_GIGABYTES = bounded(real_number, 0.001, 1e6)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,7 +123,7 @@ def _parser() -> ArgumentParser:
         help="number of training examples (default: counted, for num_epochs and mixtures)",
     )
     parser.add_argument(
-        "--device-memory-gb", type=_GIGABYTES, help="memory of a device in GB (1e9 bytes); default: that of --device"
+        "--device-memory-gb", type=gigabytes, help="memory of a device in GB (1e9 bytes); default: that of --device"
     )
     parser.add_argument(
         "--platform", choices=("cpu", "gpu", "tpu"), help="platform of the devices (default: that of --device, or gpu)"

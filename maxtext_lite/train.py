@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
+from maxtext_lite.cli import ArgumentParser, config_arguments, gigabytes, parse_keys, run_command
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.bucket import any_path, is_bucket
 from maxtext_lite.config.errors import counted, value_text
@@ -77,7 +77,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]
     config_arguments(parser)
     parser.add_argument(
         "--device-memory-gb",
-        type=real_number,
+        type=gigabytes,
         help="memory limit of a train step per device, in GB (1e9 bytes); default: the device's",
     )
     arguments = parser.parse(argv)

@@ -18,8 +18,8 @@ from maxtext_lite.cli import (
     at_least_one,
     check_one_host,
     config_arguments,
+    gigabytes,
     local_path,
-    real_number,
     run_command,
 )
 from maxtext_lite.config import UserError, load_config, write_resolved
@@ -86,7 +86,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--warm-up", type=at_least_one, default=2, help="warm-up steps before them (default: 2)")
     parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
     parser.add_argument(
-        "--device-memory-gb", type=real_number, help="memory limit of a train step per device, in GB (1e9 bytes)"
+        "--device-memory-gb", type=gigabytes, help="memory limit of a train step per device, in GB (1e9 bytes)"
     )
     parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

@@ -136,7 +136,10 @@ def _read(path: Path) -> list[tuple[str, YamlValue]]:
     size = path.stat().st_size
     if size > LARGEST_FILE:
         raise ValueError(f"has {size:,} bytes; a config has at most {LARGEST_FILE:,}")
-    return parse_mapping(path.read_text(encoding="utf-8"))
+    entries = parse_mapping(path.read_text(encoding="utf-8"))
+    if path.name == RUN_FILE and not entries:
+        raise ValueError("has no keys, as if it had been cut short")
+    return entries
 
 
 _read_shipped = functools.lru_cache(maxsize=8)(_read)

@@ -92,6 +92,10 @@ class ChatTemplate:
 
     def _render(self, turns: Sequence[Turn], *, answer_follows: bool) -> str:
         messages: list[dict[str, Any]] = [dict(turn) for turn in turns]
+        if self.has_marks and any(mark in turn["content"] for turn in turns for mark in MARKS):
+            raise UserError(
+                "a turn has U+FDD0 or U+FDD1, which mark what is learned and no text may have. Remove them."
+            )
         if self._gives_parts:
             for message in messages:
                 message["content"] = [{"type": "text", "text": message["content"]}]

@@ -138,6 +138,8 @@ class LayerTypes(Part):
             if not window and GLOBAL not in kinds:  # layers without a window are not rotated in a model that states one
                 fields["sliding_window"] = self.window
             kinds = [GLOBAL if kind == "nope" else kind for kind in kinds]
+        elif not window and self.listed and not self.switched and self.since is None:
+            fields["sliding_window"] = self.window or None  # transformers needs one, even where no layer has it
         if self.listed:
             fields["layer_types"] = kinds
         return fields

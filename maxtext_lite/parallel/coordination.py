@@ -4,6 +4,7 @@ Tested with jax 0.10.2 and 0.11.2.
 """
 
 import ctypes
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -42,6 +43,8 @@ def detected_tpus() -> tuple[str, int, int]:
             if cluster.is_env_present():
                 return cluster.name, cluster.get_process_count(), cluster.get_process_id()
         except OSError:  # no metadata server answers: this is no TPU VM
+            if "," in os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", "")):
+                raise  # one of several hosts, which must not train alone
             break
     return "", 1, 0
 
@@ -81,7 +84,8 @@ def coordinator_address(method: str | None, timeout_seconds: float) -> str:
     address, *_ = detect(None, known, known, None, method, int(timeout_seconds))
     if address is None:
         raise ValueError(f"jax finds no cluster by the method {method}.")
-    return address
+    host, _, port = address.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host.strip("[]") and host[0] != "[" else address
 
 
 def coordinator_answers() -> bool:

@@ -89,7 +89,7 @@ def process_info(environment: Environment, *, on_tpu: bool) -> ProcessInfo | Non
             )
         found = ProcessInfo("", num_processes, process_id)
     address = environment.get(_ADDRESS)
-    if address is None and found.method:
+    if not address and found.method:
         return found
     port = re.fullmatch(r".+:([0-9]{1,5})", address or "")
     if port is None or int(port[1]) > _LARGEST_PORT:
@@ -99,7 +99,7 @@ def process_info(environment: Environment, *, on_tpu: bool) -> ProcessInfo | Non
 
 def _slurm(environment: Environment) -> ProcessInfo | None:
     nodes = environment.get("SLURM_STEP_NODELIST")  # set by srun for the processes that it starts
-    count = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    count = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     if nodes is None or count == "1":
         return None
     local = None
@@ -110,7 +110,13 @@ def _slurm(environment: Environment) -> ProcessInfo | None:
         here = counts[int(environment.get("SLURM_NODEID", "0"))]
         local = _share_of_gpus(environment, int(environment["SLURM_LOCALID"]), here)
     process_id = int(environment["SLURM_PROCID"])
-    return ProcessInfo(f"SLURM_STEP_NODELIST={nodes}", int(count), process_id, "", local, "slurm")
+    address = ""
+    # jax drops the end of gpu-[1,3-5].cluster
+    suffixed = re.match(r"([^\[,]+)\[([^\],-]+)[^\]]*\]([^,]+)", nodes)
+    if suffixed:
+        port = environment.get("JAX_COORDINATOR_PORT", str(61440 + int(environment["SLURM_JOB_ID"]) % 4096))
+        address = f"{''.join(suffixed.groups())}:{port}"
+    return ProcessInfo(f"SLURM_STEP_NODELIST={nodes}", int(count), process_id, address, local, "slurm")
 
 
 def _open_mpi(environment: Environment) -> ProcessInfo | None:

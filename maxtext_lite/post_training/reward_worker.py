@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 from maxtext_lite.post_training.reward_functions import shipped
 
@@ -75,15 +75,18 @@ class Functions:
             returned: Any = function(**arguments)
             if inspect.isawaitable(returned):  # an async function, such as one that asks a server
                 returned = _event_loop().run_until_complete(returned)
+            return _rewards(returned, count)
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
             return {"error": f"raised {_described(error)}", "traceback": _traceback(error)}
-        is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
-        if not is_list or isinstance(returned, str | bytes | Mapping):
-            shown = _short(repr(cast(object, returned)))
-            return {"error": f"returned {shown}, not a list of numbers", "traceback": ""}
-        if len(returned) != count:
-            return {"error": f"returned {len(returned)} numbers for {count} pairs", "traceback": ""}
-        return {"rewards": [_as_number(value) for value in returned]}
+
+
+def _rewards(returned: Any, count: int) -> dict[str, Any]:
+    is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
+    if not is_list or isinstance(returned, str | bytes | Mapping):
+        return {"error": f"returned {_short(repr(returned))}, not a list of numbers", "traceback": ""}
+    if len(returned) != count:
+        return {"error": f"returned {len(returned)} numbers for {count} pairs", "traceback": ""}
+    return {"rewards": [_as_number(value) for value in returned]}
 
 
 @functools.cache
@@ -155,13 +158,13 @@ def _as_number(value: Any) -> float | str | None:
     if value is None:
         return None
     not_a_number = f"returned a {type(value).__name__}, not a number"
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes) or "complex" in str(getattr(value, "dtype", "")):
         return not_a_number
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001  (a user's class, such as torch's tensors, may raise anything)
         return not_a_number
     if not math.isfinite(number):
         return f"returned {number}"

@@ -7,6 +7,7 @@ the fields and routes in use are in tests/rl/server_schemas.json.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping
@@ -19,6 +20,8 @@ from maxtext_lite.models import Sampling
 from maxtext_lite.post_training.http_client import Server
 from maxtext_lite.post_training.rollout import Response
 from maxtext_lite.post_training.server_answers import Asked, read_generation, read_vllm_completion
+
+_RESUMING_SECONDS = 10.0  # a server that hangs must not hold a failed run
 
 
 class Weights(NamedTuple):
@@ -60,8 +63,9 @@ class RolloutServer(Server):
         try:
             yield
         except BaseException:
-            with contextlib.suppress(UserError):
-                await self.post(route, {}, attempts=1)
+            with contextlib.suppress(UserError, TimeoutError):
+                async with asyncio.timeout(_RESUMING_SECONDS):
+                    await self.post(route, {}, attempts=1)
             raise
 
     def _not_loaded(self, weights: Weights, answer: object) -> UserError:

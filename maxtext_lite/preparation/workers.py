@@ -47,6 +47,7 @@ def run_in_processes(
       UserError: from a task.
       RuntimeError: a worker was killed.
     """
+    not_ours = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), _begin_worker, (workshop, config, fingerprint)
     )
@@ -58,6 +59,10 @@ def run_in_processes(
             "a worker of prepare was killed, as happens where the memory is full: set fewer num_workers. The same "
             "command continues from here."
         ) from None
+    except BaseException:  # the others would first finish their tasks, which nobody records
+        for worker in set(multiprocessing.active_children()) - not_ours:
+            worker.kill()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
 

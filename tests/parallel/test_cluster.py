@@ -101,7 +101,7 @@ def test_tasks_of_one_node_share_its_gpus(changes, devices):
     assert told({**SLURM, **changes}).local_device_ids == devices
 
 
-@pytest.mark.parametrize(("gpus", "devices"), [(8, (2, 3)), (4, (1,)), (0, None)])
+@pytest.mark.parametrize(("gpus", "devices"), [(8, (2, 3)), (4, (1,)), (0, (1,))])
 def test_without_a_list_the_gpus_that_the_node_has_are_shared(
     gpus, devices, monkeypatch
 ):
