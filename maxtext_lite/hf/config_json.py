@@ -1,5 +1,6 @@
 """A Hugging Face config.json to keys and back, with the format of quantized weights."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -250,15 +251,13 @@ def _with_original(
 ) -> JsonObject:
     """The fields beside those of the original config.json, which is changed as little as possible."""
     old = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
-    unchanged = {name: fields[name] for name in old if name in fields} | original
     follows = config.rope_scaling is not None and config.rope_scaling.rope_type in _SCALED_BY_LENGTH
-    if "max_position_embeddings" in original and not follows:
-        unchanged["max_position_embeddings"] = positions
-    try:
-        if original and not _differences(unchanged, config):
-            return unchanged
-    except UserError:
-        pass
+    changed = {"max_position_embeddings": positions} if "max_position_embeddings" in original and not follows else {}
+    for beside in ({name: fields[name] for name in old if name in fields}, {}):  # old names may contradict new ones
+        unchanged = beside | original | changed
+        with contextlib.suppress(UserError):
+            if original and not _differences(unchanged, config):
+                return unchanged
     # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
     tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
     kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}

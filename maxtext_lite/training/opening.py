@@ -10,7 +10,7 @@ import jax
 from maxtext_lite.batching import BatchPlan, Topology, make_plan, plan_batch
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError, registry
-from maxtext_lite.config.errors import settings_of
+from maxtext_lite.config.errors import Refusal, settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape
 from maxtext_lite.data.mixture import steps_left, with_history
@@ -131,10 +131,13 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
     Args:
       device_memory_gb: as in `open_run`; None: the value in the table of devices.
     Raises:
-      UserError: no split is legal, or none fits.
-      NotInstalled: nothing that chooses one is installed.
+      UserError: no split is legal, or none fits; or nothing that chooses one is installed.
     """
     devices = start_devices()
+    if not registry.is_installed("choose", "split"):
+        rule = "per_device_batch_size=-1 (auto) is chosen by maxtext_lite.analysis, which is not installed."
+        per_device = Fraction(config.global_batch_size, len(devices))
+        raise UserError(str(Refusal("per_device_batch_size", rule, (per_device,))))
     kind = devices[0].device_kind
     machine = machine_of(devices)
     device = device_of_kind(kind)
