@@ -242,6 +242,8 @@ class Watchdog(Observer):
         last = self._clock() + self._stale
         while self._clock() < last and not all(stamp and stamp.has_ended for stamp, _ in self._seen.values()):
             time.sleep(0.1)
+        if self._store.process == 0:  # jax aborts a process whose coordination service ends before it does
+            time.sleep(2 * self._period)
 
     @property
     def _period(self) -> float:
