@@ -3,11 +3,12 @@
 import sys
 from typing import TYPE_CHECKING
 
-from maxtext_lite.console import command_signals, open_closed_streams, runs_a_command
+from maxtext_lite.console import command_signals, open_closed_streams, report_absent_package, runs_a_command
 
 if runs_a_command(sys.orig_argv):  # a plain import does not change the process
     open_closed_streams()
     command_signals.install()  # before the slow imports
+    sys.excepthook = report_absent_package
 
 if TYPE_CHECKING:
     from maxtext_lite.batching import make_plan

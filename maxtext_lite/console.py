@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
@@ -246,6 +247,16 @@ def complain(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python reports the failed flush at exit
+
+
+def report_absent_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The excepthook of a command: one line and exit code 2 where a package of the library has been deleted."""
+    absent = error.name if isinstance(error, ModuleNotFoundError) else None
+    if absent is None or not absent.startswith("maxtext_lite."):
+        sys.__excepthook__(kind, error, trace)
+        return
+    complain(f"error: this command needs {absent}, which is not installed.")
+    os._exit(2)
 
 
 _unneeded: list[Future[Any]] = []

@@ -6,13 +6,8 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maxtext_lite.analysis.elsewhere import changed_settings, done_in, moved, read_plan
-from maxtext_lite.analysis.expected import MEASURED, expected, expected_rows
-from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
-from maxtext_lite.analysis.ranking import RankedPlan, check_machine, format_ranking, rank
-from maxtext_lite.analysis.smaller_step import smaller_step
 from maxtext_lite.batching import (
     BatchPlan,
     Topology,
@@ -33,7 +28,7 @@ from maxtext_lite.cli import (
     run_command,
     whole_number,
 )
-from maxtext_lite.config import Config, SourceList, UserError, load_config
+from maxtext_lite.config import Config, SourceList, UserError, load_config, registry
 from maxtext_lite.config.errors import settings_of, value_text
 from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.kernels import Accelerator
@@ -41,6 +36,9 @@ from maxtext_lite.config.load import read_config
 from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import json_text
 from maxtext_lite.console import complain
+
+if TYPE_CHECKING:
+    from maxtext_lite.analysis.ranking import RankedPlan
 
 _MOST_DRAWN = 50_000
 
@@ -89,13 +87,15 @@ def main(argv: Sequence[str]) -> int:
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
     if before is not None:
+        from maxtext_lite.analysis.elsewhere import changed_settings, moved
+
         plan = resumed(config, plan, step=done[0], examples_seen=done[1])
         settings = changed_settings(read_config(arguments.config).config, config)
         move = moved(before, plan, settings, may_end_before=_is_limited(config))
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
-    figures = expected(config, plan, device)
+    figures, rows = _predict(config, plan, device)
     if arguments.json:
         print(json_text(plan.to_json() | mixture | {"prediction": figures}, indent=2))
         return 0
@@ -109,8 +109,18 @@ def main(argv: Sequence[str]) -> int:
             platform=platform,
         )
         sentences.append(_nearest_that_fits(config, plan, plan_of))
-    print("\n".join([format_plan(plan, expected_rows(figures)), *sentences]))
+    print("\n".join([format_plan(plan, rows), *sentences]))
     return 0
+
+
+def _predict(config: Config, plan: BatchPlan, device: Device | None) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The time of a step on a device, as JSON and as rows of the table; both empty without the analysis package."""
+    if not registry.is_installed("estimate", "step"):
+        return {}, []
+    from maxtext_lite.analysis.expected import expected_rows
+
+    figures = registry.load("estimate", "step")(config, plan, device)
+    return figures, expected_rows(figures)
 
 
 def _parser() -> ArgumentParser:
@@ -148,6 +158,8 @@ def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[in
     """The plan.json of `--from` and what its run has done; sets the arguments to its config and number of examples."""
     if arguments.config is not None:
         raise UserError(f"--from={value_text(arguments.run)} has its own config; {arguments.config} is another one.")
+    from maxtext_lite.analysis.elsewhere import done_in, read_plan
+
     before = read_plan(arguments.run)
     arguments.config = str(arguments.run / "config.yml")
     if arguments.examples is None:
@@ -157,6 +169,9 @@ def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[in
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
     """Prints the best plans for a global batch, and the arguments of the first one."""
+    from maxtext_lite.analysis.expected import MEASURED
+    from maxtext_lite.analysis.ranking import check_machine, format_ranking, rank
+
     if device is None:
         raise UserError(
             "per_device_batch_size=-1 (auto) is chosen for a device: name it, as in --device=h200, or state "
@@ -204,7 +219,7 @@ def _is_limited(config: Config) -> bool:
     return limited and config.mixture_exhausted != "drop"
 
 
-def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:
+def _arguments_of(best: "RankedPlan", arguments: argparse.Namespace) -> str:
     """The config and `key=value` words of the best plan, for `plan` and `train`."""
     stated = [word for word in arguments.overrides if word.partition("=")[0] not in best.keys]
     file = [] if arguments.config is None else [str(arguments.config)]
@@ -220,6 +235,8 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
     pieces = shape.num_stages * shape.num_repeats * shape.num_microbatches * shape.gradient_accumulation_steps
     if pieces > _MOST_DRAWN:
         raise UserError(f"--draw pipeline would draw {pieces:,} pieces of work, more than {_MOST_DRAWN:,}.")
+    from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
+
     if path is None:
         print(pipeline_text(shape, schedule))
         return 0
@@ -242,6 +259,8 @@ def _check_vocabulary(config: Config) -> None:
 
 def _nearest_that_fits(config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> str:
     """The keys of a smaller step that fits and makes the same updates, in a sentence."""
+    from maxtext_lite.analysis.smaller_step import smaller_step
+
     assert plan.memory.limit is not None
     keys = smaller_step(config, plan, plan_of, plan.memory.limit / plan.memory.total)
     changed = settings_of({key: value for key, value in keys.items() if value != getattr(config, key)})

@@ -35,6 +35,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "activations": "maxtext_lite.analysis.memory:estimate_activations",
         "evaluation": "maxtext_lite.analysis.memory:evaluation_warnings",
         "memory": "maxtext_lite.analysis.memory:estimate_memory",
+        "step": "maxtext_lite.analysis.expected:expected",
     },
     "diagnosis": {
         "nonfinite": "maxtext_lite.operations.nonfinite:origin_of_nonfinite",
@@ -91,7 +92,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
   `config.load.Provided`.
 - `diagnosis`: a sentence on why a step was not finite, or on the nearest step that needs less memory.
 - `documents`: what renders a prepared dataset's documents that are conversations.
-- `estimate`: what a plan says about memory.
+- `estimate`: what a plan says about memory and the time of a step.
 - `hook`: makes a hook, see `training.hooks`: the library's own, and for the key hooks those of other packages.
 - `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.
