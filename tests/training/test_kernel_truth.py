@@ -13,8 +13,9 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Scoring
 from maxtext_lite.models.attention import attention
-from maxtext_lite.operations import kernel_check as kernel_truth
-from maxtext_lite.operations.kernel_check import check_kernels, compare
+from maxtext_lite.operations import kernel_comparison
+from maxtext_lite.operations.kernel_check import KernelCheckHook
+from maxtext_lite.operations.kernel_comparison import compare
 from maxtext_lite.operations.kernel_references import plain_attention
 
 T, N, K, H = 256, 4, 2, 16
@@ -63,7 +64,7 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not():
 
     @jax.jit
     def all_of_them(*arrays):
-        least = kernel_truth.LEAST[dtype]
+        least = kernel_comparison.LEAST[dtype]
         return {
             name: compare(kernels()[name], plain, arrays, least, jax.random.key(0))
             for name in kernels()
@@ -100,10 +101,10 @@ def begun(setup, rows, tmp_path):
         note = lambda **found: about.write_text(json.dumps(found))  # noqa: E731
         parts, said = dataclasses.replace(it.parts, decoder=decoder), []
         run = types.SimpleNamespace(parts=parts, note_environment=note)
+        hook = KernelCheckHook()
+        hook.start(run, None, None, said.append)
         with jax.set_mesh(it.mesh):
-            check_kernels(
-                run, {name: array[None] for name, array in rows.items()}, said.append
-            )
+            hook.before_first_step({name: array[None] for name, array in rows.items()})
         return said
 
     return begin, about
@@ -116,7 +117,7 @@ def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(
         assert kernel == "splash"
         return attention(q, k, v, jnp.ones_like(segment), kernel="dot_product", **how)
 
-    monkeypatch.setattr(kernel_truth, "attention", without_documents)
+    monkeypatch.setattr(kernel_comparison, "attention", without_documents)
     begin, about = begun
     with pytest.raises(UserError) as caught:
         begin("splash")

@@ -1,0 +1,320 @@
+"""The comparison of kernels and number formats with plain arithmetic, forward and backward.
+
+Documents, padding, targets and weights are those of the first batch, one row of each batch shard, on the run's mesh.
+Activations and weights are drawn from normal distributions: those of new parameters would score all keys alike and hide
+a wrong scale.
+"""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax declares some of its functions in part.
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.keys import ATTENTION_KINDS
+from maxtext_lite.config.records import without_infinities
+from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
+from maxtext_lite.models.attention import attention
+from maxtext_lite.models.layers import HEADS_AXES, OutputHead
+from maxtext_lite.models.ops import TOKENS, project_array
+from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
+from maxtext_lite.parallel import (
+    constrain,
+    context_order,
+    context_shards,
+    in_context_order,
+    num_shards,
+    sharding,
+    vmap_over_data,
+)
+from maxtext_lite.training.arrays import Rows
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
+from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.state import StepContext
+
+_TIMES_PLAIN = 4.0
+"""A kernel's error against float32 may be this multiple of that of plain arithmetic in the run's dtype."""
+LEAST = {"float32": 1e-5, "bfloat16": 2**-5, "float16": 2**-8}
+"""The least bounds: eight roundings of two bytes, and the meaning of "two runs agree" in float32."""
+_OF_FORMAT = {"none": 0.0, "int8": 0.05, "fp8": 0.15, "fp8_full": 0.15}
+"""The bounds of eight-bit formats. For normal numbers, whose largest are 4 to 5 standard deviations, a step of int8 is
+about 4.5 / 127 and its rounding 1 % of a standard deviation; that of e4m3, with three bits of mantissa, is 2.6 %. Of
+two operands together these are 1.4 % and 3.7 %. The bounds are about four times that."""
+_QUICKLY_COMPILED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""The plain arithmetic runs once: on a GPU, timing the ways to multiply its matrices would take most of the check.
+Eight-bit formats are checked as the step compiles them: without that timing, XLA gave twice the product of int8 on an
+H200."""
+_BLOCK = 128
+_MOST_EXPERTS, _MOST_WIDTH = 8, 1024
+
+Kernel = Callable[..., jax.Array]
+
+
+class Piece(NamedTuple):
+    """A kernel or a number format, and the plain arithmetic that it must match.
+
+    Attributes:
+      setting: the setting that selects it; `instead`: one to use in its place.
+      names: of the arrays to differentiate by.
+      draw: (key, rows) -> those arrays, in the run's dtype.
+      kernel, plain: (rows) -> the function of those arrays.
+      least: the least bound of its error.
+    """
+
+    setting: str
+    instead: str
+    names: Sequence[str]
+    draw: Callable[[jax.Array, Rows], Sequence[jax.Array]]
+    kernel: Callable[[Rows], Kernel]
+    plain: Callable[[Rows], Kernel]
+    least: float
+
+
+def compare(kernel: Kernel, plain: Kernel, arrays: Sequence[jax.Array], least: float, key: jax.Array) -> jax.Array:
+    """The error of `kernel` and its bound, for the result and the gradient of each array: [1 + arrays, 2].
+
+    The error is the 2-norm of the difference in the worst block of 128 tokens (or other entries of the second dim) of a
+    row, relative to the norm of the block plus a tenth of the mean block's. The truth is `plain` in float32; the bound
+    is four times the error of `kernel_references` in the arrays' dtype, and at least `least`.
+    """
+
+    def with_gradients(function: Kernel, arrays: Sequence[jax.Array], g: jax.Array | None) -> list[jax.Array]:
+        y, backward = jax.vjp(function, *arrays)
+        g = jnp.ones_like(y) if g is None else g.astype(y.dtype)
+        return [y, *backward(g)]
+
+    like = jax.eval_shape(kernel, *arrays)
+    g = jax.random.normal(key, like.shape).astype(like.dtype) if like.ndim else None
+    with jax.default_matmul_precision("highest"):
+        right = with_gradients(plain, [x.astype(jnp.float32) for x in arrays], g)
+    found, rounded = with_gradients(kernel, arrays, g), with_gradients(plain, arrays, g)
+    return jnp.stack([
+        jnp.stack([_error(a, exact), jnp.maximum(least, _TIMES_PLAIN * _error(b, exact))])
+        for a, b, exact in zip(found, rounded, right, strict=True)
+    ])  # fmt: skip
+
+
+def _error(found: jax.Array, right: jax.Array) -> jax.Array:
+    def squares(x: jax.Array) -> jax.Array:
+        """[rows, blocks]."""
+        x = jnp.square(x.astype(jnp.float32))
+        x = x.reshape(*x.shape[:2], -1).sum(axis=-1) if x.ndim > 1 else x.reshape(1, -1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)))
+        return x.reshape(len(x), -1, _BLOCK).sum(axis=-1)
+
+    of_right, of_difference = squares(right), squares(found.astype(jnp.float32) - right)
+    mean = jnp.sqrt(jnp.mean(of_right))
+    return jnp.max(jnp.sqrt(of_difference) / (jnp.sqrt(of_right) + mean / 10 + 1e-30))
+
+
+def check_kernels(run: TrainingRun, batch: Rows, chosen: Mapping[str, int], say: Callable[[str], None]) -> None:
+    """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
+
+    Args:
+      chosen: as of `kernel_check.kernels_of`.
+    Raises:
+      UserError: an error exceeds its bound.
+    """
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for piece in _pieces(run.parts, chosen):
+        began = time.perf_counter()
+        numbers = np.asarray(jax.device_get(errors_of(piece, run.parts, batch)))
+        seconds = time.perf_counter() - began
+        results = ("result", *(f"d{name}" for name in piece.names))
+        errors = dict(zip(results, numbers.tolist(), strict=True))
+        said = ", ".join(f"{name} {error:.2g} of {bound:.2g}" for name, (error, bound) in errors.items())
+        say(f"{piece.setting} beside plain arithmetic in float32, relative errors and bounds: {said} ({seconds:.1f} s)")
+        found[piece.setting] = errors
+        beyond = [name for name, (error, bound) in errors.items() if not error <= bound]
+        if beyond:
+            wrong.append(
+                f"{piece.setting} is further from plain arithmetic than its bound, in {' and '.join(beyond)}, with the "
+                f"documents of the first batch ({said}). Use {piece.instead}."
+            )
+    run.note_environment(kernels=without_infinities(found))
+    if wrong:
+        raise UserError(wrong)
+
+
+def errors_of(piece: Piece, parts: StepContext, batch: Rows) -> jax.Array:
+    """`compare` of a piece on one row of each batch shard of a batch [A, B, T]: the errors of the worst replica."""
+    mesh = parts.mesh
+
+    def of_replica(key: jax.Array, rows: Rows) -> jax.Array:
+        arrays = piece.draw(key, rows)
+        return compare(piece.kernel(rows), piece.plain(rows), arrays, piece.least, jax.random.fold_in(key, 1))
+
+    def of_batch(key: jax.Array, batch: Rows) -> jax.Array:
+        rows = in_context_order(parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
+        shards = num_shards("global_batch")
+        rows = {name: x[0].reshape(shards, -1, x.shape[-1])[:, 0] for name, x in rows.items()}
+        numbers = vmap_over_data(of_replica, mesh.shape["data"], rows=(1,))(key, rows)
+        worst = jnp.argmax(numbers[..., 0] / numbers[..., 1], axis=0)  # NaN counts as the largest
+        return jnp.take_along_axis(numbers, worst[None, :, None], axis=0)[0]
+
+    options = compile_options(mesh.devices.flat[0].platform, parts.config.quantization)
+    with jax.set_mesh(mesh):
+        return jax.jit(of_batch, out_shardings=sharding(mesh), compiler_options=options)(jax.random.key(0), batch)
+
+
+def compile_options(platform: str, quantization: str) -> dict[str, Any] | None:
+    """How the check of a run is compiled; None: as its step is."""
+    return _QUICKLY_COMPILED if platform == "gpu" and quantization == "none" else None
+
+
+def _pieces(parts: StepContext, chosen: Mapping[str, int]) -> Iterator[Piece]:
+    """The pieces of a run to compare."""
+    shape = parts.decoder.shape
+    least = LEAST[jnp.dtype(shape.dtype).name]
+    if "attention" in chosen:
+        kinds = [kind for kind in shape.pattern if kind in ATTENTION_KINDS]
+        for scoring in dict.fromkeys(dataclasses.replace(shape.scoring(kind), chunk=None) for kind in kinds):
+            yield attention_piece(shape, scoring, least)
+    if "experts" in chosen:
+        assert shape.experts is not None
+        yield experts_piece(shape, shape.experts, least)
+    if "quantization" in chosen:
+        yield projection_piece(shape, max(least, _OF_FORMAT[shape.quantization]))
+    if "num_vocab_tiling" in chosen:
+        yield loss_piece(shape, chosen["num_vocab_tiling"], parts.config.z_loss_multiplier, least)
+
+
+def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piece:
+    """The attention kernel in layers with this scoring. Results at padding are unused and not compared."""
+    N, H, W = shape.num_query_heads, shape.head_dim, shape.value_dim
+    K = N if shape.latent else shape.num_kv_heads
+    names = ("q", "k", "v", "sink")[: 4 if shape.sinks else 3]
+
+    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
+        *keys, of_sinks = jax.random.split(key, 4)
+        sizes = [(*rows["segments"].shape, *size) for size in ((N, H), (K, H), (K, W))]
+        heads = [_normal(key, HEADS_AXES, size, shape.dtype) for key, size in zip(keys, sizes, strict=True)]
+        return heads + ([_normal(of_sinks, ("activation_heads",), (N,), jnp.float32)] if shape.sinks else [])
+
+    def of_tokens(function: Kernel, segment_BT: jax.Array) -> Kernel:
+        return lambda *arrays: jnp.where((segment_BT > 0)[..., None, None], function(*arrays), 0)
+
+    def kernel(rows: Rows) -> Kernel:
+        how: Any = {"kernel": shape.attention, "strategy": shape.context_strategy, "scoring": scoring}
+        segment_BT = rows["segments"]
+        return of_tokens(lambda q, k, v, *sink: attention(q, k, v, segment_BT, *sink, **how), segment_BT)
+
+    def plain(rows: Rows) -> Kernel:
+        segment_BT, shards = rows["segments"], context_shards()
+        T = segment_BT.shape[1]
+        place_T = np.arange(T) if shards == 1 else context_order(T, shards)
+        how: Any = {"segment_BT": segment_BT, "place_T": place_T, "scoring": scoring}
+        return of_tokens(functools.partial(plain_attention, **how), segment_BT)
+
+    setting = f"attention={shape.attention}" + ("" if scoring.window is None else f" with windows of {scoring.window}")
+    return Piece(setting, "attention=dot_product", names, draw, kernel, plain, least)
+
+
+def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
+    """The grouped matmuls of a few experts without biases; real tokens are routed at random."""
+    from maxtext_lite.models.experts import ExpertWeights, dropless  # most models have no experts
+
+    shards = num_shards("experts")
+    count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
+    few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}
+    experts = dataclasses.replace(experts, **few)
+    D, F, J = shape.emb_dim, experts.mlp_dim, experts.num_per_token
+
+    def chosen(rows: Rows) -> jax.Array:
+        segment_BT = rows["segments"]
+        score_BTE = jax.random.uniform(jax.random.key(1), (*segment_BT.shape, count))
+        return jnp.where((segment_BT > 0)[..., None], jax.lax.top_k(score_BTE, J)[1], count)
+
+    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
+        keys, tokens = jax.random.split(key, 5), rows["segments"].shape
+        inwards, outwards = ("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")
+        return [
+            _normal(keys[0], ("batch", "length", None), (*tokens, D), shape.dtype),
+            _normal(keys[1], ("batch", "length", None), (*tokens, J), jnp.float32),
+            _normal(keys[2], inwards, (count, D, F), shape.dtype, of=D),
+            _normal(keys[3], inwards, (count, D, F), shape.dtype, of=D),
+            _normal(keys[4], outwards, (count, F, D), shape.dtype, of=F),
+        ]
+
+    def kernel(rows: Rows) -> Kernel:
+        return lambda x, share, *weights: dropless(x, chosen(rows), share, ExpertWeights(*weights), experts)
+
+    def plain(rows: Rows) -> Kernel:
+        how: Any = {"expert_BTJ": chosen(rows), "activation": experts.activation, "on_input": experts.on_input}
+        return functools.partial(plain_experts, **how)
+
+    setting = f"num_experts={shape.experts and shape.experts.num_experts} by the kernel {experts.matmul}"
+    instead = "capacity_factor=2, whose experts need no such kernel"
+    least = max(least, 2 * _OF_FORMAT[experts.quantization])  # three matmuls in a row
+    return Piece(setting, instead, ("x", "share", "gate", "up", "down"), draw, kernel, plain, least)
+
+
+def projection_piece(shape: DecoderShape, least: float) -> Piece:
+    """A matmul with a layer's weight in the run's eight-bit format."""
+    axes, D, F = ("embed", "mlp"), shape.emb_dim, shape.mlp_dim
+
+    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
+        of_x, of_weight = jax.random.split(key)
+        x_BTD = _normal(of_x, ("batch", "length", None), (*rows["segments"].shape, D), shape.dtype)
+        return [x_BTD, _normal(of_weight, axes, (D, F), shape.dtype, of=D)]
+
+    def kernel(rows: Rows) -> Kernel:
+        return lambda x, weight: project_array(x, weight, axes, TOKENS, shape.grad_dtype, shape.quantization)
+
+    setting = f"quantization={shape.quantization}"
+    return Piece(setting, "quantization=none", ("x", "weight"), draw, kernel, lambda rows: jnp.matmul, least)
+
+
+def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, least: float) -> Piece:
+    """The loss in `num_tiles` tiles of the tokens, for hidden states of at most 1024 dims."""
+    D, V = min(shape.emb_dim, _MOST_WIDTH), shape.vocab_size
+    cap, multiplier = shape.final_soft_cap, shape.logits_multiplier
+
+    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
+        of_x, of_head = jax.random.split(key)
+        x_BTD = _normal(of_x, ("end_batch", "length", None), (*rows["targets"].shape, D), shape.dtype)
+        return [x_BTD, _normal(of_head, HEAD_AXES, (D, V), shape.dtype, of=D)]
+
+    def kernel(rows: Rows) -> Kernel:
+        how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
+        both: Any = cross_entropy  # only the first of its two results is differentiated
+        return lambda x, head: both(x, OutputHead(head), rows["targets"], rows["weights"], how)[0]
+
+    def plain(rows: Rows) -> Kernel:
+        def loss(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+            @functools.partial(jax.checkpoint, prevent_cse=False)
+            def plus(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+                x_BtD, target_Bt, weight_Bt = tile
+                logits: Any = jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
+                logits = soft_capped(multiplier * logits, cap) if cap else multiplier * logits
+                partition_Bt: Any = jax.nn.logsumexp(logits, axis=-1)
+                nll_Bt = partition_Bt - jnp.take_along_axis(logits, target_Bt[..., None], axis=-1)[..., 0]
+                return total + jnp.sum(weight_Bt * (nll_Bt + z_loss_multiplier * jnp.square(partition_Bt))), None
+
+            pieces = [
+                jnp.moveaxis(x.reshape(len(x), num_tiles, -1, *x.shape[2:]), 1, 0)
+                for x in (x_BTD, rows["targets"], rows["weights"])
+            ]
+            return jax.lax.scan(plus, jnp.zeros([]), tuple(pieces))[0]
+
+        return loss
+
+    setting = f"num_vocab_tiling={num_tiles}"
+    return Piece(setting, "num_vocab_tiling=1", ("x", "head"), draw, kernel, plain, least)
+
+
+def _normal(key: jax.Array, axes: Sequence[str | None], sizes: Sequence[int], dtype: DTypeLike, of: int = 1) -> Any:
+    """Normal numbers of variance 1 / `of`, sharded by their axes."""
+    return constrain((jax.random.normal(key, tuple(sizes)) / of**0.5).astype(dtype), axes)
