@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from maxtext_lite.analysis.laws import measured_scale
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.hooks import Hook
@@ -26,5 +25,7 @@ class AdviceHook(Hook):
         newest = self._newest
         if newest.get("step") != self._last_step or self._run.plan.rl is not None:  # nothing after a stop
             return ""
+        from maxtext_lite.analysis.laws import measured_scale  # most runs do not measure it
+
         measured = measured_scale(newest["gradient_noise_scale"], newest["gradient_noise_scale_error"])
         return f"{measured}, the batch {newest['global_batch_to_train']:,}; `report` says what follows"

@@ -32,7 +32,7 @@ from maxtext_lite.config.bucket import file_system, is_bucket, storage_errors
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.phases import phases
 from maxtext_lite.parallel import value_of_host
-from maxtext_lite.training.starting_over import LEASE
+from maxtext_lite.training.run_files import LEASE
 
 RENEWAL_SECONDS = 10.0
 MISSED_RENEWALS = 9

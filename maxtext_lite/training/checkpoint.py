@@ -21,11 +21,10 @@ from maxtext_lite.data.mixture import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
-from maxtext_lite.training.parameter_files import (
+from maxtext_lite.training.parameter_layout import (
     StageLayout,
     frozen_directory,
     layer_dims_of,
-    load_parameters,
     parameter_items,
     reshaped,
 )
@@ -277,6 +276,8 @@ class CheckpointReader:
         steps_done, skipped_in_a_row = jax.device_put(numbers, abstract.step.sharding)
         state = _joined(params, update_state, steps_done, skipped_in_a_row)
         if abstract.frozen is not None:
+            from maxtext_lite.training.parameter_files import load_parameters  # only with LoRA
+
             frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
             state = dataclasses.replace(state, frozen=frozen)
         return state, counts

@@ -18,8 +18,6 @@ from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.objective import CustomLoss, Loss, custom_loss
-from maxtext_lite.training.one_config import require_one_config
-from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import has_checkpoints, run_directory
 from maxtext_lite.training.state import CONFIGURED, Overrides
@@ -61,8 +59,14 @@ def start_run(config: Config) -> list[Any]:
         no parameters.
     """
     devices = start_devices()
-    require_one_config(config)
-    check_start(config, resumes=has_checkpoints(run_directory(config)) and not config.starts_over)
+    if jax.process_count() > 1:
+        from maxtext_lite.training.one_config import require_one_config
+
+        require_one_config(config)
+    if config.load_parameters_path:
+        from maxtext_lite.training.parameter_files import check_start
+
+        check_start(config, resumes=has_checkpoints(run_directory(config)) and not config.starts_over)
     return devices
 
 

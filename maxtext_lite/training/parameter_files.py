@@ -1,17 +1,14 @@
 """Reading and writing of parameters alone, without the rest of a run's state."""
 
-import functools
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
 
 import jax
-import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh
 
-from maxtext_lite.config import Config, MlpKind, ModelConfig, UserError
+from maxtext_lite.config import Config, ModelConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hints import no_directory
@@ -19,8 +16,15 @@ from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.models import Lora, joined, merged
-from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims
-from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
+from maxtext_lite.parallel import Params, Tree, sharding
+from maxtext_lite.training.parameter_layout import (
+    StageLayout,
+    frozen_directory,
+    layer_dims_of,
+    parameter_items,
+    reshaped,
+)
+from maxtext_lite.training.saving import check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
 """The items of a checkpoint that are needed to read its parameters."""
@@ -140,16 +144,6 @@ def save_parameters(directory: Path, params: Params) -> None:
     save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params))
 
 
-def parameter_items(params: Params) -> dict[str, Any]:
-    """The items of a checkpoint of parameters alone."""
-    return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
-
-
-def frozen_directory(run_directory: Path) -> Path:
-    """The directory of a LoRA run's frozen parameters, a checkpoint of parameters alone."""
-    return absolute(run_directory / "frozen")
-
-
 def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
     """The parameters of a checkpoint, or of what a `Reader` reads, in the shapes and shardings of `abstract_params`.
 
@@ -223,75 +217,6 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Params,
     if problems := _shape_differences(saved, as_saved):
         raise UserError(f"{key}={path}: {'; '.join(problems[:3])}.{_model_keys_of(directory)}")
     return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
-
-
-class StageLayout(NamedTuple):
-    """The first dims of the layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
-
-    Attributes:
-      here, saved: those of all layers together.
-      stacks: those of each stack of layers, here.
-    """
-
-    here: tuple[int, ...]
-    saved: tuple[int, ...]
-    stacks: list[tuple[int, ...]]
-
-    @staticmethod
-    def of(params: Params, saved: tuple[int, ...]) -> "StageLayout":
-        """The layout of parameters here beside the dims that `layer_dims_of` found in a checkpoint."""
-        return StageLayout(layer_dims_of(params), saved, _stack_dims(params))
-
-    def as_saved(self, abstract: Params, before: int = 0) -> Params:
-        """A tree of shapes and shardings, in the checkpoint's stage layout.
-
-        Args:
-          before: the number of dims before those of the layers.
-        """
-        if self.here == self.saved or math.prod(self.here) != math.prod(self.saved):
-            return abstract
-        end = before + len(self.here)
-
-        def change(path: TreePath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            in_layers = any(isinstance(entry, jax.tree_util.DictKey) and entry.key == "layers" for entry in path)
-            if not in_layers or leaf.shape[before:end] not in self.stacks:
-                return leaf
-            assert isinstance(leaf.sharding, NamedSharding)
-            # In the checkpoint's layout, the stages need not divide that dim.
-            where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
-            num_layers = math.prod(leaf.shape[before:end])
-            saved = (*self.saved[:-1], num_layers // math.prod(self.saved[:-1]))
-            shape = (*leaf.shape[:before], *saved, *leaf.shape[end:])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
-
-        return jax.tree_util.tree_map_with_path(change, abstract)
-
-
-def layer_dims_of(params: Params) -> tuple[int, ...]:
-    """The first dims of the layers' parameters, all stacks together."""
-    dims = _stack_dims(params)
-    return (*dims[0][:-1], sum(each[-1] for each in dims))
-
-
-def _stack_dims(params: Params) -> list[tuple[int, ...]]:
-    """The first dims of each stack of layers: those of the norms' scales, which are vectors, but for their last."""
-    layers = params["layers"]
-    stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
-    return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]
-
-
-def reshaped(tree: Tree, abstract: Tree) -> Tree:
-    """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
-
-    def reshape(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        return x if x.shape == wanted.shape else _reshape(wanted.shape, wanted.sharding)(x)
-
-    return jax.tree.map(reshape, tree, abstract)
-
-
-@functools.cache  # one compilation for all parameters of one shape
-def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x.reshape(shape), out_shardings=where)
 
 
 def _model_keys_of(directory: Path) -> str:

@@ -36,7 +36,6 @@ from maxtext_lite.training.checkpoint import (
 )
 from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
-from maxtext_lite.training.parameter_files import load_parameters, reader_of
 from maxtext_lite.training.run_files import (
     RunFiles,
     has_checkpoints,
@@ -44,7 +43,6 @@ from maxtext_lite.training.run_files import (
     try_to_write,
     write_json,
 )
-from maxtext_lite.training.starting_over import check_removable, remove_run
 from maxtext_lite.training.state import (
     CONFIGURED,
     Overrides,
@@ -106,6 +104,8 @@ class TrainingRun:
         self.directory = run_directory(config)
         self.files = RunFiles(self.directory)
         if config.starts_over:
+            from maxtext_lite.training.starting_over import check_removable
+
             check_removable(config, self.directory)
         self.resumes = has_checkpoints(self.directory) and not config.starts_over
         if self.resumes and not config.enable_checkpointing:
@@ -158,6 +158,8 @@ class TrainingRun:
         if self.is_first:
             stack.callback(self._close_files)
         if self.config.starts_over:
+            from maxtext_lite.training.starting_over import remove_run
+
             on_first_host(self.directory, lambda: remove_run(self.directory, say))
         elif self.config.overwrite and self.resumes:
             say("overwrite=true: SLURM has queued this job again, so the run resumes instead of starting over")
@@ -276,6 +278,8 @@ class TrainingRun:
 
     def _load_parameters(self, path: str) -> TrainState:
         """A new state with the parameters of a run or a Hugging Face directory."""
+        from maxtext_lite.training.parameter_files import load_parameters, reader_of
+
         wanted = self.abstract_state.plain_params
         adapters = None
         reader = reader_of(path)

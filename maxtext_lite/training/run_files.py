@@ -35,6 +35,9 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.load import WORKING_DIRECTORY
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 
+LEASE = "lease"
+"""A subdirectory of the run directory, present while a run writes there."""
+
 
 def run_directory(config: RunConfig) -> Path:
     """The directory of everything that a run writes.

@@ -13,6 +13,7 @@ from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import TEMPORARY, steps_in
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.training.parameter_files import reader_of
+from maxtext_lite.training.run_files import LEASE
 
 READ_KEYS = (
     "load_parameters_path",
@@ -23,9 +24,6 @@ READ_KEYS = (
     "excluded_rows",
 )
 """Keys of what the new run reads."""
-
-LEASE = "lease"
-"""A subdirectory of the run directory, present while a run writes there."""
 
 _WRITTEN = re.compile(
     r"config\.yml|(plan|environment|memory|goodput|trackers)\.json|(metrics|rollouts|timeline|excluded_rows)\.jsonl"

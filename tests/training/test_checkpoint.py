@@ -25,12 +25,11 @@ from maxtext_lite.training.checkpoint import (
     fingerprint,
 )
 from maxtext_lite.training.parameter_files import (
-    StageLayout,
-    layer_dims_of,
     load_parameters,
     save_parameters,
     whole_checkpoint,
 )
+from maxtext_lite.training.parameter_layout import StageLayout, layer_dims_of
 from tests.meshes import mesh_of
 from tests.prepared import flipped
 from tests.training.conftest import COUNTS, TINY
