@@ -6,14 +6,15 @@ name, its source and the range of its fit, and several together give an interval
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from maxtext_lite.batching.parameters import active_parameters, count_parameters
 from maxtext_lite.config import Config
 
-Purpose = Literal["best", "critical"]
-"""A best batch reaches the lowest loss on given tokens; beyond a critical batch, a larger one hardly saves steps."""
+Purpose = Literal["best", "critical", "rate"]
+"""A best batch reaches the lowest loss on given tokens; beyond a critical one, larger batches hardly save steps; a rate
+is that at the best batch of the same source."""
 
 WIDENING = 2.0
 """The factor by which the interval of best batches is widened on both sides, at about 5 % more compute.
@@ -57,13 +58,13 @@ def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchLaw:
-    """A law for the batch.
+class Law:
+    """A law for the batch in tokens or for the peak learning rate.
 
     Attributes:
       formula: the law as text, in N, D, C, L and tokens.
       fitted: what it was fitted on, and what is unknown about that.
-      tokens: the batch in tokens; None if the budget does not contain what the law needs.
+      value: None if the budget does not contain what the law needs.
       inverse: the tokens of a run for which the law gives a batch of that many tokens; None if it has no D.
     """
 
@@ -72,72 +73,59 @@ class BatchLaw:
     formula: str
     fitted: str
     source: str
-    tokens: Callable[[Budget], float | None]
+    value: Callable[[Budget], float | None]
     inverse: Callable[[float], float] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class RateLaw:
-    """A law for the peak learning rate, at the best batch of the same source."""
-
-    name: str
-    formula: str
-    fitted: str
-    source: str
-    rate: Callable[[Budget], float]
-
-
-def _by_loss(budget: Budget) -> float | None:
-    return None if budget.loss is None else 2e8 * budget.loss ** (-1 / 0.21)
-
-
-BATCH_LAWS: tuple[BatchLaw, ...] = (
-    BatchLaw(
+BATCH_LAWS: tuple[Law, ...] = (
+    Law(
         "Step Law", "best", "0.58 D^0.571", "0.09 % off the optimum at 1B parameters and 100B tokens", _STEP_LAW,
         lambda budget: 0.58 * budget.tokens**0.571,
     ),
-    BatchLaw(
+    Law(
         "DeepSeek", "best", "0.2920 C^0.3271", "a learning rate that falls in steps", _DEEPSEEK,
         lambda budget: 0.2920 * budget.flops**0.3271,
     ),
-    BatchLaw(
+    Law(
         "Power Lines", "best", "2048 x 0.0306 D^0.383", f"111M to 3.3B parameters, muP; {_UNVERIFIED}", _POWER_LINES,
         lambda budget: 2048 * 0.0306 * budget.tokens**0.383,
     ),
-    BatchLaw(
+    Law(
         "OLMo ladder", "best", "327,680 (N / 108M)^(2/3)", "about 20 tokens a parameter", _LADDER,
         lambda budget: 327_680 * (budget.parameters / 108e6) ** (2 / 3),
     ),
-    BatchLaw(
+    Law(
         "Zhang", "critical", "512 x 22.91 (D / 1M)^0.47", "85M to 1.2B parameters; costs a fifth more tokens",
         "Zhang et al. 2024, arXiv:2410.21676",
         lambda budget: 512 * 22.91 * (budget.tokens / 1e6) ** 0.47,
         lambda batch: 1e6 * (batch / (512 * 22.91)) ** (1 / 0.47),
     ),
-    BatchLaw(
+    Law(
         "Power Lines", "critical", "2048 x 0.0471 D^0.462", f"111M to 3.3B parameters, muP; {_UNVERIFIED}",
         _POWER_LINES,
         lambda budget: 2048 * 0.0471 * budget.tokens**0.462,
         lambda batch: (batch / (2048 * 0.0471)) ** (1 / 0.462),
     ),
-    BatchLaw(
+    Law(
         "Kaplan", "critical", "2e8 L^(-1/0.21)", "data of 2019, a constant learning rate",
-        "Kaplan et al. 2020, arXiv:2001.08361", _by_loss,
+        "Kaplan et al. 2020, arXiv:2001.08361",
+        lambda budget: None if budget.loss is None else 2e8 * budget.loss ** (-1 / 0.21),
     ),
 )  # fmt: skip
 """Laws for the batch in tokens."""
 
-RATE_LAWS: tuple[RateLaw, ...] = (
-    RateLaw(
-        "Step Law", "1.79 n^-0.713 D^0.307", "0.09 % off the optimum at 1B parameters and 100B tokens", _STEP_LAW,
+RATE_LAWS: tuple[Law, ...] = (
+    Law(
+        "Step Law", "rate", "1.79 n^-0.713 D^0.307", "0.09 % off the optimum at 1B parameters and 100B tokens",
+        _STEP_LAW,
         lambda budget: 1.79 * budget.non_embedding**-0.713 * budget.tokens**0.307,
     ),
-    RateLaw(
-        "DeepSeek", "0.3118 C^-0.1250", "a learning rate that falls in steps", _DEEPSEEK,
+    Law(
+        "DeepSeek", "rate", "0.3118 C^-0.1250", "a learning rate that falls in steps", _DEEPSEEK,
         lambda budget: 0.3118 * budget.flops**-0.1250,
     ),
-    RateLaw(
-        "OLMo ladder", "0.0047 (N / 108M)^(-1/3) / 2", "about 20 tokens a parameter", _LADDER,
+    Law(
+        "OLMo ladder", "rate", "0.0047 (N / 108M)^(-1/3) / 2", "about 20 tokens a parameter", _LADDER,
         lambda budget: 0.0047 * (budget.parameters / 108e6) ** (-1 / 3) / 2,
     ),
 )  # fmt: skip
@@ -146,14 +134,16 @@ RATE_LAWS: tuple[RateLaw, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The range of several laws.
-
-    Attributes:
-      low, high: the smallest and the largest value.
-    """
+    """The smallest and the largest value of several laws."""
 
     low: float
     high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Interval":
+        """The interval of the values that are known."""
+        known = [value for value in values if value is not None]
+        return cls(min(known), max(known))
 
     @property
     def middle(self) -> float:
@@ -165,16 +155,9 @@ class Interval:
         return Interval(self.low / factor, self.high * factor)
 
 
-def batch_interval(budget: Budget, purpose: Purpose) -> Interval:
-    """The range of the laws for one purpose, in tokens per batch."""
-    found = [tokens for law in BATCH_LAWS if law.purpose == purpose and (tokens := law.tokens(budget)) is not None]
-    return Interval(min(found), max(found))
-
-
-def rate_interval(budget: Budget) -> Interval:
-    """The range of the laws for the learning rate."""
-    rates = [law.rate(budget) for law in RATE_LAWS]
-    return Interval(min(rates), max(rates))
+def interval(budget: Budget, purpose: Purpose) -> Interval:
+    """The range of the laws for one purpose: batches in tokens, or learning rates."""
+    return Interval.of(law.value(budget) for law in (*BATCH_LAWS, *RATE_LAWS) if law.purpose == purpose)
 
 
 def timescale(budget: Budget) -> float:
@@ -210,71 +193,10 @@ def doubling_tokens(batch: float) -> Interval:
     seen.
     Source for that growth, and for doubling the batch with it: Merrill et al. 2025, arXiv:2505.23971.
     """
-    found = [law.inverse(batch) for law in BATCH_LAWS if law.inverse]
-    return Interval(min(found), max(found))
+    return Interval.of(law.inverse(batch) for law in BATCH_LAWS if law.inverse)
 
 
-_CLEARLY = 2  # batch and noise scale differ if even the near end of the error bar is off by this factor
 _STANDARD_ERRORS = 2
-_TOO_UNCERTAIN = 0.5  # the relative standard error at which zero is within two standard errors
-_LIMITS = (
-    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it ignores memory and speed, "
-    "and the noise scale usually grows while the loss falls."
-)
-
-
-def example_efficiency(noise_scale: float, batch: float) -> float:
-    """Progress per example, as a fraction of what an example gives in tiny batches: 1 / (1 + batch / noise_scale).
-
-    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.3.
-    """
-    return 1 / (1 + batch / noise_scale)
-
-
-def step_efficiency(noise_scale: float, batch: float) -> float:
-    """Progress per step, as a fraction of what an infinite batch makes: 1 / (1 + noise_scale / batch).
-
-    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2.
-    """
-    return 1 / (1 + noise_scale / batch)
-
-
-def batch_size_advice(noise_scale: float | None, relative_error: float | None, global_batch: int) -> str:
-    """A few sentences: what the noise scale implies for `global_batch`, and what it does not.
-
-    The batch counts as far below (above) the noise scale if even the near end of the error bar, which extends two
-    standard errors to each side, is more than twice (less than half) the batch.
-
-    Args:
-      noise_scale: in examples; None if it was not measured.
-      relative_error: its standard error / noise_scale; None if unknown.
-      global_batch: examples per step.
-    Source: McCandlish et al. 2018, arXiv:1812.06162.
-    """
-    batch = f"the batch of {global_batch:,} example{'' if global_batch == 1 else 's'}"
-    if noise_scale is None:
-        return (
-            f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
-            "gradients per step (data replicas, or gradient_accumulation_steps of 2 or more) and enough steps for the "
-            "estimate to settle."
-        )
-    if noise_scale <= 0:
-        return (
-            f"The gradient noise scale came out as {noise_scale:.3g} examples; one that is not above 0 means that the "
-            f"estimate is lost in its own noise, so it says nothing about {batch}."
-        )
-    measured = measured_scale(noise_scale, relative_error)
-    if relative_error is None:
-        return (
-            f"{measured}, with an unknown error. {_progress(noise_scale, global_batch)} "
-            f"Without an error bar this is only a hint. {_LIMITS}"
-        )
-    low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
-    high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
-    if relative_error >= _TOO_UNCERTAIN:
-        return f"{measured}. That is too uncertain to say anything about {batch}; more steps narrow it."
-    verdict = _verdict(low, high, noise_scale, global_batch)
-    return f"{measured}. {_progress(noise_scale, global_batch)} {verdict} {_LIMITS}"
 
 
 def measured_scale(noise_scale: float, relative_error: float | None) -> str:
@@ -282,38 +204,57 @@ def measured_scale(noise_scale: float, relative_error: float | None) -> str:
     measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
     if relative_error is None:
         return measured
-    low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
-    high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
+    low, high = _ends(noise_scale, relative_error)
     return f"{measured} (two standard errors: {_count(low)} to {_count(high)})"
 
 
-def _progress(noise_scale: float, batch: int) -> str:
+def batch_size_advice(noise_scale: float | None, relative_error: float | None, batch: int) -> str:
+    """What the noise scale implies for a batch, which is well below (above) it if the near end of the error bar is more
+    than twice (less than half) the batch.
+
+    To reach a loss takes steps as 1 + noise / batch and examples as 1 + batch / noise.
+
+    Args:
+      noise_scale: in examples; None if it was not measured.
+      relative_error: its standard error / noise_scale; None if unknown.
+      batch: examples per step.
+    Source: McCandlish et al. 2018, arXiv:1812.06162, sections 2.2 and 2.3.
+    """
+    if noise_scale is None:
+        return (
+            f"The gradient noise scale is not known, so nothing can be said about the batch of {batch:,} examples. "
+            "Measuring it takes two gradients per step, from data replicas or gradient_accumulation_steps."
+        )
+    if noise_scale <= 0:
+        return f"The gradient noise scale of {noise_scale:.3g} examples is lost in its own noise and says nothing."
+    measured = measured_scale(noise_scale, relative_error)
+    if relative_error is None or relative_error >= 1 / _STANDARD_ERRORS:
+        return f"{measured}, which is too uncertain to judge the batch of {batch:,}."
+    low, high = _ends(noise_scale, relative_error)
+    steps = 1 + noise_scale / batch
+    examples = 1 + batch / noise_scale
+    if low > 2 * batch:
+        fewer = 1 - (1 + noise_scale / (2 * batch)) / steps
+        more = (1 + 2 * batch / noise_scale) / examples - 1
+        verdict = f"well below it: twice the batch would take {fewer:.0%} fewer steps and {more:.0%} more examples"
+    elif high < batch / 2:
+        fewer = 1 - (1 + batch / (2 * noise_scale)) / examples
+        more = (1 + 2 * noise_scale / batch) / steps - 1
+        verdict = f"well above it: half the batch would take {fewer:.0%} fewer examples and {more:.0%} more steps"
+    elif low >= batch / 2 and high <= 2 * batch:
+        verdict = "of similar size, the usual compromise between few steps and few examples"
+    else:
+        side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
+        verdict = f"near it; whether the noise scale is {side} {factor} the batch cannot be told within its error"
     return (
-        f"With the batch of {batch:,} a step makes {step_efficiency(noise_scale, batch):.0%} of the progress of an "
-        f"infinitely large batch, and an example gives {example_efficiency(noise_scale, batch):.0%} of what it gives "
-        "in a very small one."
+        f"{measured}. With the batch of {batch:,} a step makes {1 / steps:.0%} of the progress of an infinite batch, "
+        f"an example {1 / examples:.0%} of that in a tiny one. At a learning rate that suits it, the batch is {verdict}."
     )
 
 
-def _verdict(low: float, high: float, noise_scale: float, batch: int) -> str:
-    if low > _CLEARLY * batch:
-        fewer_steps = 1 - step_efficiency(noise_scale, batch) / step_efficiency(noise_scale, 2 * batch)
-        more_examples = example_efficiency(noise_scale, batch) / example_efficiency(noise_scale, 2 * batch) - 1
-        return (
-            "The batch is well below the noise scale: to reach the same loss, twice the batch would take about "
-            f"{fewer_steps:.0%} fewer steps and {more_examples:.0%} more examples."
-        )
-    if high < batch / _CLEARLY:
-        fewer_examples = 1 - example_efficiency(noise_scale, batch) / example_efficiency(noise_scale, batch / 2)
-        more_steps = step_efficiency(noise_scale, batch) / step_efficiency(noise_scale, batch / 2) - 1
-        return (
-            "The batch is well above the noise scale, so examples are wasted: to reach the same loss, half the batch "
-            f"would take about {fewer_examples:.0%} fewer examples and {more_steps:.0%} more steps."
-        )
-    if low >= batch / _CLEARLY and high <= _CLEARLY * batch:
-        return "The two are of similar size, the usual compromise between few steps and few examples."
-    side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
-    return f"Whether the noise scale is {side} {factor} the batch cannot be told within its error."
+def _ends(noise_scale: float, relative_error: float) -> tuple[float, float]:
+    reach = _STANDARD_ERRORS * relative_error
+    return max(noise_scale * (1 - reach), 0.0), noise_scale * (1 + reach)
 
 
 def _count(examples: float) -> str:

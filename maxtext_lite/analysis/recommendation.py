@@ -15,9 +15,8 @@ from maxtext_lite.analysis.laws import (
     Budget,
     Interval,
     adam_b2,
-    batch_interval,
     doubling_tokens,
-    rate_interval,
+    interval,
     timescale,
     warmup_steps,
     weight_decay,
@@ -26,12 +25,11 @@ from maxtext_lite.batching.batch import Batch, derive_batch
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import active_parameters, flops_per_example
 from maxtext_lite.batching.plan import BatchPlan, make_plan
-from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import settings_of
 
 UTILIZATION = Interval(0.3, 0.5)
-"""The range of MFU for which wall-clock time is stated: what well-tuned runs report, where nothing was measured."""
+"""The range of MFU for which wall-clock time is stated: what well-tuned runs report."""
 
 _DOUBLINGS = 3
 _MOST_TRIED = 64
@@ -44,17 +42,12 @@ _TOKENS_SAY: dict[str, object] = {
 }
 """Values for the keys that would otherwise contradict a batch and a number of tokens."""
 _ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1, "warmup_steps": 0}
-"""The same, and a length without warm-up, for configs that have it in epochs only too; a batch is planned before its
-steps are known."""
+"""The same with a length, as a batch is planned before its steps are known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine to train on.
-
-    Attributes:
-      device: what its devices are; None if unknown.
-    """
+    """The machine to train on; `device` is None if unknown."""
 
     num_devices: int
     num_hosts: int
@@ -77,7 +70,6 @@ class LegalBatch:
 
     Attributes:
       tokens, examples: size of the batch.
-      per_device_batch_size, gradient_accumulation_steps: the keys that make it.
       empty_slots: slots of a step without an example; they take as long as those with one.
       steps: steps for the tokens of the run.
       overrides: command-line settings for it, including those that undo contradicting keys of the config.
@@ -103,13 +95,12 @@ class Ramp:
     Attributes:
       batches: in tokens, from the first to the target.
       starts: for each batch after the first, the tokens seen from which the laws allow it.
-      overrides: command-line settings for the last doubling, at the middle of its interval; () if the legal batch
-        cannot be halved, or the doubling comes after more examples than a key may count.
+      overrides: command-line settings for the last doubling, at the middle of its interval; () if there is none.
       refusal: why there is no ramp; "" if there is one.
     """
 
-    batches: tuple[float, ...]
-    starts: tuple[Interval, ...]
+    batches: tuple[float, ...] = ()
+    starts: tuple[Interval, ...] = ()
     overrides: tuple[str, ...] = ()
     refusal: str = ""
 
@@ -141,20 +132,15 @@ class Recommendation:
     def to_json(self) -> dict[str, Any]:
         """Everything, including each law by name, for programs."""
         found = dataclasses.asdict(self)
-        budget = self.budget
-        found["budget"]["flops"] = budget.flops
+        found["budget"]["flops"] = self.budget.flops
         found["best"]["widened"] = dataclasses.asdict(self.best.widened(WIDENING))
-        found["timescale"] = timescale(budget)
-        found["batch_laws"] = [
-            {"name": law.name, "purpose": law.purpose, "formula": law.formula, "fitted": law.fitted,
-             "source": law.source, "tokens": law.tokens(budget)}
-            for law in BATCH_LAWS
-        ]  # fmt: skip
-        found["learning_rate_laws"] = [
-            {"name": law.name, "formula": law.formula, "fitted": law.fitted, "source": law.source,
-             "learning_rate": law.rate(budget)}
-            for law in RATE_LAWS
-        ]  # fmt: skip
+        found["timescale"] = timescale(self.budget)
+        for name, laws, value in (
+            ("batch_laws", BATCH_LAWS, "tokens"),
+            ("learning_rate_laws", RATE_LAWS, "learning_rate"),
+        ):
+            words = ("name", "purpose", "formula", "fitted", "source")
+            found[name] = [{key: getattr(law, key) for key in words} | {value: law.value(self.budget)} for law in laws]
         return found
 
 
@@ -167,33 +153,28 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     Raises:
       UserError: no batch near those of the laws can be planned.
     """
-    best, rates = batch_interval(budget, "best"), rate_interval(budget)
-    decays = Interval(weight_decay(budget, best.low, rates.high), weight_decay(budget, best.high, rates.low))
-    decay_b2 = sorted((adam_b2(best.low), adam_b2(best.high)))
-    steps = sorted(warmup_steps(budget, best.middle).values())
+    best = interval(budget, "best")
+    rates = interval(budget, "rate")
     wide = best.widened(WIDENING)
+    flops = None if budget.parameters == active_parameters(config) else 6 * budget.parameters
     wanted = (wide.low, best.low, best.middle, best.high, wide.high)
-    has_shapes = budget.parameters == active_parameters(config)
-    known = machine if has_shapes else dataclasses.replace(machine, device=None)
-    legal = [nearest_legal(config, tokens, budget.tokens, known) for tokens in wanted]
-    if not has_shapes:
-        flops = 6 * budget.parameters
-        legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
+    legal = [nearest_legal(config, tokens, budget.tokens, machine, flops) for tokens in wanted]
     ramp = ramp_of(config.optimizer, legal[2].tokens, budget.tokens)
     if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
         overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
         ramp = dataclasses.replace(ramp, overrides=overrides)
     inside = [each for each in legal if wide.low <= each.tokens <= wide.high]
+    distinct = {each.examples: each for each in inside or legal}
     return Recommendation(
         budget,
         best,
-        batch_interval(budget, "critical"),
+        interval(budget, "critical"),
         rates,
-        decays,
-        Interval(decay_b2[0], decay_b2[1]),
-        Interval(steps[0], steps[-1]),
+        Interval(weight_decay(budget, best.low, rates.high), weight_decay(budget, best.high, rates.low)),
+        Interval.of((adam_b2(best.low), adam_b2(best.high))),
+        Interval.of(warmup_steps(budget, best.middle).values()),
         ramp,
-        tuple(sorted({each.examples: each for each in inside or legal}.values(), key=lambda each: each.examples)),
+        tuple(distinct[examples] for examples in sorted(distinct)),
     )
 
 
@@ -202,101 +183,66 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
 
     Args:
       batch: the target, in tokens.
-      tokens: tokens of the run; doublings that the laws allow only after its end are left out.
+      tokens: tokens of the run; doublings that the laws allow only after its end are omitted.
     """
     if optimizer == "muon":
-        why = "Muon's critical batch is larger, and Qwen3.8 reports that a ramp cost it 18.8 % more steps"
-        return Ramp((), (), refusal=why)
+        return Ramp(
+            refusal="Muon's critical batch is larger, and Qwen3.8 reports that a ramp cost it 18.8 % more steps"
+        )
     if optimizer != "adamw":
-        return Ramp((), (), refusal=f"no law is known for optimizer={optimizer}; those above are AdamW's")
+        return Ramp(refusal=f"no law is known for optimizer={optimizer}; those above are AdamW's")
     batches = [batch / 2**doublings for doublings in range(_DOUBLINGS, -1, -1)]
-    starts = [doubling_tokens(size) for size in batches[1:]]
-    within = [start.low < tokens for start in starts]
-    reached = within.index(False) if False in within else len(starts)
-    return Ramp(tuple(batches[: reached + 1]), tuple(starts[:reached]))
+    starts = [start for start in map(doubling_tokens, batches[1:]) if start.low < tokens]  # they grow with the batch
+    return Ramp(tuple(batches[: len(starts) + 1]), tuple(starts))
 
 
-def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
+def nearest_legal(
+    config: Config, tokens: float, run_tokens: float, machine: Machine, flops_per_token: float | None = None
+) -> LegalBatch:
     """A plannable batch of about `tokens` tokens.
 
     The first choice is the largest per-device batch, not above the config's if it states one and that leaves no slot
     empty, whose total comes within 20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that
     can be planned. Slots per example count as the distance does: twice as many are as bad as twice the batch.
 
+    Args:
+      flops_per_token: of a model other than the config's, whose memory is unknown.
     Raises:
       UserError: no candidate can be planned.
     """
-    if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
-        machine.plan(config)  # raises with what is wrong
-    refused: UserError | None = None
-    planned: list[tuple[bool, float, float, Config, BatchPlan]] = []
-    for change in _candidates(config, tokens, machine):
-        changed = config.model_copy(update=change)
+    planner = machine if flops_per_token is None else dataclasses.replace(machine, device=None)
+    refused: list[UserError] = []
+    best: tuple[tuple[bool, float, float], BatchPlan] | None = None
+    for change in _candidates(config, tokens, planner):
         try:
-            plan = machine.plan(changed)
+            plan = planner.plan(config.model_copy(update=change))
         except UserError as error:
-            refused = refused or error
+            refused.append(error)
             continue
         distance = abs(math.log(plan.tokens_per_step / tokens))
-        cost = distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train)
-        planned.append((not plan.memory.fits, round(cost, 9), distance, changed, plan))
-        if plan.memory.fits and cost <= _NEAR:
+        cost = round(distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train), 9)
+        is_first_choice = plan.memory.fits and cost <= _NEAR
+        if best is None or is_first_choice or (not plan.memory.fits, cost, distance) < best[0]:
+            best = (not plan.memory.fits, cost, distance), plan
+        if is_first_choice:
             break
-    if not planned:
-        assert refused is not None
-        raise refused
-    unfit, cost, *_ = planned[-1]
-    near = not unfit and cost <= _NEAR
-    *_, chosen, plan = planned[-1] if near else min(planned, key=lambda each: each[:3])
-    return _legal(config, chosen, plan, run_tokens, machine)
-
-
-def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dict[str, object]]:
-    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before.
-
-    No micro-batch has fewer examples than slots, unless the batch has.
-    """
-    num_devices, slots = machine.num_devices, _fewest_slots(config, machine)
-    examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
-    most = config.per_device_batch_size
-    if most == -1:
-        derived = derive_batch(config, num_devices)
-        shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
-        most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
-    micro, least = max(most * num_devices, Fraction(slots)), Fraction(min(slots, examples))
-    for _ in range(_MOST_TRIED):
-        exact = Fraction(examples) / micro
-        for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
-            yield {
-                **_ANY_STEPS,
-                "per_device_batch_size": micro / num_devices,
-                "gradient_accumulation_steps": accumulation,
-            }
-        if micro <= least:
-            return
-        micro = max(Fraction(math.floor(micro / 2)), least)
-
-
-def _fewest_slots(config: Config, machine: Machine) -> int:
-    """Slots of a micro-batch of one example, whose memory is that of as many examples; 1 if it cannot be planned."""
-    one: dict[str, object] = {
-        **_ANY_STEPS,
-        "per_device_batch_size": Fraction(1, machine.num_devices),
-        "gradient_accumulation_steps": 1,
-    }
-    try:
-        return machine.plan(config.model_copy(update=one)).micro_batch_slots
-    except UserError:
-        return 1
-
-
-def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
+    if best is None:
+        raise refused[0]
+    plan = best[1]
     steps = math.ceil(run_tokens / plan.tokens_per_step)
     keys: dict[str, object] = {
         "per_device_batch_size": plan.per_device_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
-    legal = LegalBatch(
+    peak = machine.device.peak(config.dtype) if machine.device else None
+    days = None
+    if peak is not None:
+        if flops_per_token is None:
+            flops_per_token = flops_per_example(config, config.max_target_length) / config.max_target_length
+        slots = plan.micro_batch_slots / plan.micro_batch_to_train  # of an example
+        busy = steps * plan.tokens_per_step * slots * flops_per_token / (machine.num_devices * peak) / 86_400
+        days = Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+    return LegalBatch(
         plan.tokens_per_step,
         plan.global_batch_to_train,
         plan.per_device_batch_size,
@@ -305,25 +251,48 @@ def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, m
         steps,
         tuple(settings_of(_for_steps(config, keys, steps))),
         None if plan.memory.limit is None else plan.memory.fits,
-        days=None,
+        days,
     )
-    flops_per_token = flops_per_example(chosen, chosen.max_target_length) / chosen.max_target_length
-    return dataclasses.replace(legal, days=_days(config, flops_per_token, legal, machine))
 
 
-def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Machine) -> Interval | None:
-    peak = machine.device.peak(config.dtype) if machine.device else None
-    if peak is None:
-        return None
-    tokens = legal.steps * legal.tokens * (1 + legal.empty_slots / legal.examples)
-    busy = tokens * flops_per_token / (machine.num_devices * peak) / 86_400
-    return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dict[str, object]]:
+    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before.
+
+    No micro-batch has fewer examples than slots, unless the batch has.
+    """
+    num_devices = machine.num_devices
+    examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
+    most = config.per_device_batch_size
+    if most == -1:
+        derived = derive_batch(config, num_devices)
+        shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
+        most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
+    one = {"per_device_batch_size": Fraction(1, num_devices), "gradient_accumulation_steps": 1}
+    try:
+        slots = machine.plan(config.model_copy(update=_ANY_STEPS | one)).micro_batch_slots
+    except UserError:
+        slots = 1
+    micro = max(most * num_devices, Fraction(slots))
+    least = Fraction(min(slots, examples))
+    for _ in range(_MOST_TRIED):
+        exact = Fraction(examples) / micro
+        for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
+            split = {"per_device_batch_size": micro / num_devices, "gradient_accumulation_steps": accumulation}
+            yield _ANY_STEPS | split
+        if micro <= least:
+            return
+        micro = max(Fraction(math.floor(micro / 2)), least)
 
 
 def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
     """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
-    said = {key: value for key, value in _TOKENS_SAY.items() if key not in keys and getattr(config, key) != value}
-    return {**keys, "steps": steps, **said, **({"warmup_steps": steps} if config.warmup_steps > steps else {})}
+    found = {**keys, "steps": steps}
+    for key, value in _TOKENS_SAY.items():
+        if key not in keys and getattr(config, key) != value:
+            found[key] = value
+    if config.warmup_steps > steps:
+        found["warmup_steps"] = steps
+    return found
 
 
 def _doubled_once(

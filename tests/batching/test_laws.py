@@ -10,9 +10,8 @@ from maxtext_lite.analysis.laws import (
     Budget,
     Interval,
     adam_b2,
-    batch_interval,
     batch_size_advice,
-    rate_interval,
+    interval,
     timescale,
     warmup_steps,
     weight_decay,
@@ -42,13 +41,11 @@ def test_batches_and_learning_rates_of_three_models(model):
         power(11729.92, D / 1e6, 0.47),
         power(96.4608, D, 0.462),
     ]
-    found = [law.tokens(budget(model)) for law in BATCH_LAWS]
+    found = [law.value(budget(model)) for law in BATCH_LAWS]
     assert found[:-1] == pytest.approx(batches, rel=1e-9)
     assert found[-1] is None  # Kaplan's needs a loss
-    assert batch_interval(budget(model), "best") == Interval(
-        min(found[:4]), max(found[:4])
-    )
-    assert batch_interval(budget(model), "critical") == Interval(
+    assert interval(budget(model), "best") == Interval(min(found[:4]), max(found[:4]))
+    assert interval(budget(model), "critical") == Interval(
         min(found[4:6]), max(found[4:6])
     )
     rates = [
@@ -56,20 +53,20 @@ def test_batches_and_learning_rates_of_three_models(model):
         power(0.3118, 6 * N * D, -0.125),
         power(0.00235, N / 1.08e8, -1 / 3),
     ]
-    assert [law.rate(budget(model)) for law in RATE_LAWS] == pytest.approx(
+    assert [law.value(budget(model)) for law in RATE_LAWS] == pytest.approx(
         rates, rel=1e-9
     )
     assert (
-        rate_interval(budget(model)).low,
-        rate_interval(budget(model)).high,
+        interval(budget(model), "rate").low,
+        interval(budget(model), "rate").high,
     ) == pytest.approx((min(rates), max(rates)))
 
 
 def test_kaplans_law_is_of_the_loss():
-    assert BATCH_LAWS[-1].tokens(budget("8B", loss=2.3)) == pytest.approx(
+    assert BATCH_LAWS[-1].value(budget("8B", loss=2.3)) == pytest.approx(
         power(2e8, 2.3, -1 / 0.21)
     )
-    assert batch_interval(budget("8B", loss=1.0), "critical").high == 2e8
+    assert interval(budget("8B", loss=1.0), "critical").high == 2e8
 
 
 def test_decays_and_warm_up_follow_from_batch_and_rate():

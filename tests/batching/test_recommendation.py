@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.analysis.laws import batch_interval, budget_of, doubling_tokens
+from maxtext_lite.analysis.laws import budget_of, doubling_tokens, interval
 from maxtext_lite.analysis.recommendation import (
     Machine,
     nearest_legal,
@@ -24,7 +24,7 @@ def test_legal_batches_plan_as_they_stand_and_fit():
     config, machine = load_config(overrides=EIGHT_B), Machine(64, 8, H200)
     budget = budget_of(config, tokens=160e9, loss=None)
     found = recommend(config, budget, machine)
-    best = batch_interval(budget, "best")
+    best = interval(budget, "best")
     # The batch nearest to half of the lower end is below the widened interval, and not listed.
     wanted = [best.low, best.middle, best.high, best.high * 2]
     for legal, tokens in zip(found.legal, wanted, strict=True):

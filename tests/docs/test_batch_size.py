@@ -238,7 +238,7 @@ def test_what_laws_say():
             for key in ("parameters", "tokens")
         )
         found = [
-            law.tokens(Budget(parameters, parameters, tokens)) for law in BATCH_LAWS
+            law.value(Budget(parameters, parameters, tokens)) for law in BATCH_LAWS
         ]
         assert [f"{value / 1e6:.3g}" for value in found[:-1]] == list(row.values())[2:]
 
