@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,10 @@ from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joine
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import EXPERT_COUNTS, DecoderShape
-from maxtext_lite.parallel import Params, Pipeline, Tree
+from maxtext_lite.parallel import Params, Tree
+
+if TYPE_CHECKING:
+    from maxtext_lite.parallel.pipeline import Pipeline
 
 
 def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
@@ -238,7 +241,7 @@ class Decoder:
       axes: a tree like `params` whose leaves are the tuples of logical axes.
     """
 
-    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = DecoderLayer):
+    def __init__(self, shape: DecoderShape, pipeline: "Pipeline | None" = None, block: BlockFactory = DecoderLayer):
         self.shape = shape
         self.pipeline = pipeline
         self.block = block

@@ -53,15 +53,12 @@ from maxtext_lite.parallel.mesh import (
     with_dims,
     zero1_sharding,
 )
-from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
     "AS_IT_IS",
     "CHUNKS_PER_SHARD",
     "MESH_AXES",
-    "Flight",
     "Params",
-    "Pipeline",
     "Tree",
     "TreePath",
     "accelerator_of",

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
-from maxtext_lite.parallel import Flight, Params, constrain, num_shards, vmap_over_data
+from maxtext_lite.parallel import Params, constrain, num_shards, vmap_over_data
+from maxtext_lite.parallel.pipeline import Flight
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.loss import MicroBatchSums, Outputs, TokenSplit
 from maxtext_lite.training.state import StepContext

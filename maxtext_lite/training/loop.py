@@ -17,8 +17,7 @@ from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.mixture import nothing_left
-from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.parallel import Pipeline
+from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import make_feed_steps
@@ -29,7 +28,7 @@ from maxtext_lite.training.opening import chosen_split, open_run, own_objective,
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.startup import log_startup
-from maxtext_lite.training.state import Overrides, TrainState
+from maxtext_lite.training.state import DecoderFactory, Overrides, TrainState
 from maxtext_lite.training.step_log import StepLog, StepResult, is_evaluation_missing, open_lines
 from maxtext_lite.training.stopping import Reason, Signals, Stop, watch_signals
 
@@ -124,7 +123,7 @@ class RunResult:
 def train(
     config: Config,
     *,
-    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder,
+    model: DecoderFactory = Decoder,
     objective: Loss | None = None,
     source: Examples | None = None,
     eval_source: Examples | None = None,

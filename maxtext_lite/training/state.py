@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from maxtext_lite.config.weights import ExpertSizes, model_shape
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, root_key
 from maxtext_lite.parallel import (
     Params,
-    Pipeline,
     Tree,
     TreePath,
     accelerator_of,
@@ -38,16 +37,18 @@ from maxtext_lite.training.optimizer import (
     master_of,
 )
 
+if TYPE_CHECKING:
+    from maxtext_lite.parallel.pipeline import Pipeline
+
+DecoderFactory: TypeAlias = "Callable[[DecoderShape, Pipeline | None], Decoder]"
+"""Makes a decoder from its shape and its pipeline."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
-    """The parts of a step that the caller supplies; None: as configured.
+    """The parts of a step that the caller supplies; None: as configured."""
 
-    Attributes:
-      model: makes the decoder from a shape and a pipeline.
-    """
-
-    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder
+    model: DecoderFactory = Decoder
     objective: Objective | None = None
     optimizer: optax.GradientTransformation | OptimizerFactory | None = None
 
@@ -171,7 +172,7 @@ def make_decoder(
     config: Config,
     platform: str | Accelerator,
     plan: BatchPlan | None = None,
-    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder,
+    model: DecoderFactory = Decoder,
 ) -> Decoder:
     """The decoder of a config, with kernels that suit the devices.
 
@@ -257,9 +258,11 @@ def decoder_shape(config: Config) -> DecoderShape:
     )
 
 
-def _pipeline(plan: BatchPlan) -> Pipeline | None:
+def _pipeline(plan: BatchPlan) -> "Pipeline | None":
     if plan.num_pipeline_stages == 1:
         return None
+    from maxtext_lite.parallel.pipeline import Pipeline
+
     return Pipeline(
         plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
     )

@@ -15,8 +15,8 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import Pipeline
 from maxtext_lite.parallel.mesh import partition_spec
+from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepContext, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES

@@ -28,7 +28,7 @@ from maxtext_lite.models import (
     merged,
 )
 from maxtext_lite.models.experts import FURTHER_ROUNDS
-from maxtext_lite.parallel import Pipeline
+from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import CustomLoss, Predictions
 from maxtext_lite.training.optimizer import learning_rate_schedule

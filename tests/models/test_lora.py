@@ -18,7 +18,7 @@ from maxtext_lite.models import (
     merged,
 )
 from maxtext_lite.models.ops import project
-from maxtext_lite.parallel import Pipeline
+from maxtext_lite.parallel.pipeline import Pipeline
 
 TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 PLAIN = DecoderShape(

@@ -7,7 +7,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.analysis.hlo import collectives, parse
-from maxtext_lite.parallel import Pipeline, vmap_over_data
+from maxtext_lite.parallel import vmap_over_data
+from maxtext_lite.parallel.pipeline import Pipeline
 from tests.meshes import mesh_of
 
 AXES = {"x": ("batch", None), "label": ("batch",)}

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import Pipeline, sharding
+from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.post_training.log_probabilities import make_log_probabilities
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.responses import rows

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from maxtext_lite.models import Adapted, Decoder, Lora
-from maxtext_lite.parallel import Pipeline, tree_shardings
+from maxtext_lite.parallel import tree_shardings
+from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.post_training.transfer import Transfer, sampling_mesh
 from tests.meshes import mesh_of
 from tests.rl.test_rollout import LLAMA, parameters

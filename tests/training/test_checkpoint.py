@@ -17,7 +17,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.parallel import Pipeline, sharding
+from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.training import saving
 from maxtext_lite.training.checkpoint import (
     Checkpointer,

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.parallel import Pipeline
+from maxtext_lite.parallel.pipeline import Pipeline
 from tests.training.conftest import LENGTH
 
 FOUR_LAYERS = ("optimizer=sgd", "base_num_decoder_layers=4", "learning_rate=0.5")
