@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
     import jax
 
-    from maxtext_lite.analysis.timing import measured
+    from maxtext_lite.analysis.tuning import measured
     from maxtext_lite.training.opening import open_data, plan_on_devices
     from maxtext_lite.training.run_files import run_directory
 
@@ -48,13 +48,13 @@ def main(argv: Sequence[str]) -> int:
     plan, _ = open_data(config, device_memory_gb=arguments.device_memory_gb)
     check_one_host(plan.num_hosts, "tune")
     output: Path = arguments.output or Path(f"{run_directory(config)}-tune")
-    directories: dict[str, Path] = {}
+
+    def directory(candidate: Candidate) -> Path:
+        return output / "-".join(setting_text(value).replace("/", "of") for value in candidate.keys.values())
 
     def measure(candidate: Candidate) -> Timing:
-        name = "-".join(setting_text(value).replace("/", "of") for value in candidate.keys.values())
-        directories[str(candidate.keys)] = directory = output / name
         limits = {"warm_up": arguments.warm_up, "steps": arguments.steps}
-        timing = measured(candidate, directory, **limits, device_memory_gb=arguments.device_memory_gb)
+        timing = measured(candidate, directory(candidate), **limits, device_memory_gb=arguments.device_memory_gb)
         took = "does not fit" if timing.seconds is None else f"{1e3 * timing.seconds:.1f} ms a step"
         print(f"{' '.join(settings_of(candidate.keys))}: {took}", flush=True)
         return timing
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     device = device_of_kind(jax.devices()[0].device_kind)
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         found = tune(config, plan_on_devices(plan), measure, full=arguments.full)
-    ran = [directories[str(candidate.keys)] for candidate, timing in found if timing.seconds is not None]
+    ran = [directory(candidate) for candidate, timing in found if timing.seconds is not None]
     if not ran:
         print("error: no way to split the batch fits on a device.", file=sys.stderr)
         return 1
@@ -110,24 +110,26 @@ def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dic
 
 def _table(ways: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each split, as in the JSON, the fastest first; the time also relative to the fastest."""
-    milliseconds, fastest = (lambda seconds: f"{1e3 * seconds:.1f}"), ways[0]["step_seconds"]
-    columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "step, ms": ("step_seconds", milliseconds),
-        "at least": ("least_step_seconds", milliseconds),
-        "tokens/s": ("tokens_per_second", "{:,.0f}".format),
-        "against best": ("step_seconds", lambda seconds: f"{seconds / fastest:.3f}"),
-        "by the plan": ("planned_bytes", lambda size: bytes_text(int(size))),
-        "compiled": ("compiled_bytes", lambda size: bytes_text(int(size))),
-        "error": ("error_of_plan_to_compiled", "{:+.0%}".format),
-    }
-    missing = {"against best": "no room"}
-    rows = [[*columns, "settings"]]
+    rows = [["step, ms", "at least", "tokens/s", "against best", "by the plan", "compiled", "error", "settings"]]
     for way in ways:
-        cells = [
-            missing.get(name, "-") if way[key] is None else text(way[key]) for name, (key, text) in columns.items()
-        ]
-        rows.append([*cells, " ".join(f"{key}={value}" for key, value in way["keys"].items())])
-    return aligned(rows, right=range(len(columns)))
+        seconds = way["step_seconds"]
+        rows.append(
+            [
+                _text(seconds, lambda value: f"{1e3 * value:.1f}"),
+                _text(way["least_step_seconds"], lambda value: f"{1e3 * value:.1f}"),
+                _text(way["tokens_per_second"], "{:,.0f}".format),
+                "no room" if seconds is None else f"{seconds / ways[0]['step_seconds']:.3f}",
+                bytes_text(way["planned_bytes"]),
+                _text(way["compiled_bytes"], bytes_text),
+                _text(way["error_of_plan_to_compiled"], "{:+.0%}".format),
+                " ".join(f"{key}={value}" for key, value in way["keys"].items()),
+            ]
+        )
+    return aligned(rows, right=range(7))
+
+
+def _text(value: Any, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxtext_lite.analysis import timing
+from maxtext_lite.analysis import tuning
 from maxtext_lite.analysis.tuning import Timing
 from maxtext_lite.config import load_config
 from maxtext_lite.tune import main
@@ -27,7 +27,7 @@ def _machine(monkeypatch):
         write_run(directory, [step_line(1), step_line(2)], [])
         return Timing(float(accumulation), 10**6)
 
-    monkeypatch.setattr(timing, "measured", measured)
+    monkeypatch.setattr(tuning, "measured", measured)
 
 
 @pytest.mark.fast

@@ -248,7 +248,7 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, b
         verdict = f"near it; whether the noise scale is {side} {factor} the batch cannot be told within its error"
     return (
         f"{measured}. With the batch of {batch:,} a step makes {1 / steps:.0%} of the progress of an infinite batch, "
-        f"an example {1 / examples:.0%} of that in a tiny one. At a learning rate that suits it, the batch is {verdict}."
+        f"an example {1 / examples:.0%} of that in a tiny one. At a suitable learning rate, the batch is {verdict}."
     )
 
 

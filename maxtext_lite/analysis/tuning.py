@@ -1,7 +1,12 @@
-"""The ways to split one global batch that `tune` measures, and their order."""
+"""Short measured runs of the ways to split one global batch, fastest first: what `tune` does."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import io
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from maxtext_lite.analysis.ranking import is_open, microbatch_choices
@@ -9,10 +14,13 @@ from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.nearest import divisors
+from maxtext_lite.config.records import read_records
 
 _MOST_AGAIN = 3
 _SPLITS_OF_ALL_POLICIES = 2
 _REMAT = "remat_policy"
+
+Keys = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +38,19 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One legal way to split the batch.
+    """One legal way to split the batch; `keys` differ from the config in question."""
 
-    Attributes:
-      keys: the values that differ from the config in question.
-    """
-
-    keys: dict[str, Any]
+    keys: Keys
     config: Config
     plan: BatchPlan
 
 
-Found = dict[str, tuple[Candidate, Timing]]
-Measure = Callable[[Candidate], Timing]
-
-
 def tune(
-    config: Config, plan_of: Callable[[Config], BatchPlan], measure: Measure, *, full: bool = False
+    config: Config,
+    plan_of: Callable[[Config], BatchPlan],
+    measure: Callable[[Candidate], Timing],
+    *,
+    full: bool = False,
 ) -> list[tuple[Candidate, Timing]]:
     """Measures ways to split the config's global batch; returns the fastest first and those that do not fit last.
 
@@ -63,14 +67,17 @@ def tune(
     """
     if config.enable_rampup_batch_size:
         raise UserError("enable_rampup_batch_size=true: tune measures one batch. Nearest that works: false.")
-    plan = plan_of(config)
-    policies: list[dict[str, Any]] = [{}]
-    if is_open(config, _REMAT):
-        policies = [{_REMAT: policy} for policy in REMAT_ORDER]
-    found: Found = {}
+    policies: list[Keys] = [{_REMAT: policy} for policy in REMAT_ORDER] if is_open(config, _REMAT) else [{}]
+    found: dict[str, tuple[Candidate, Timing]] = {}
 
-    def look(split: dict[str, Any], policy: dict[str, Any]) -> Timing | None:
-        candidate = _planned(config, split | policy, plan_of)
+    def planned(keys: Keys) -> Candidate | None:
+        changed = config.model_copy(update=keys)
+        with contextlib.suppress(UserError):
+            return Candidate(keys, changed, plan_of(changed))
+        return None
+
+    def look(split: Keys, policy: Keys) -> Timing | None:
+        candidate = planned(split | policy)
         if candidate is None:
             return None
         name = str(candidate.keys)
@@ -78,59 +85,78 @@ def tune(
             found[name] = candidate, measure(candidate)
         return found[name][1]
 
-    for splits in _by_empty_slots(config, plan, plan_of):
-        for split in splits:
+    def fastest() -> list[tuple[Candidate, Timing]]:
+        fits = [each for each in found.values() if each[1].seconds is not None]
+        return sorted(fits, key=lambda each: each[1].seconds or 0.0)  # among equals, the first measured
+
+    by_empty_slots: dict[int, list[Keys]] = {}
+    for split in _splits(config, plan_of(config)):
+        if candidate := planned(split):
+            empty = candidate.plan.empty_slots_per_micro_batch * candidate.plan.gradient_accumulation_steps
+            by_empty_slots.setdefault(empty, []).append(split)
+    for empty in sorted(by_empty_slots):  # an idle device makes no step faster
+        for split in by_empty_slots[empty]:
             for policy in policies:
                 timing = look(split, policy)
                 if timing is None or (timing.seconds is not None and not full):
                     break
-        if any(timing.seconds is not None for _, timing in found.values()):
+        if fastest():
             break
-    fastest = [candidate for candidate, timing in _sorted(found) if timing.seconds is not None]
-    for candidate in fastest[:_SPLITS_OF_ALL_POLICIES]:
+    for candidate, _ in fastest()[:_SPLITS_OF_ALL_POLICIES]:
         split = {key: value for key, value in candidate.keys.items() if key != _REMAT}
         for policy in policies:
             look(split, policy)
-    for candidate, timing in _sorted(found)[:_MOST_AGAIN]:
-        if timing.seconds is not None:
-            again = measure(candidate).seconds or timing.seconds
-            shorter = dataclasses.replace(timing, seconds=min(timing.seconds, again))
-            found[str(candidate.keys)] = candidate, shorter
-    return _sorted(found)
+    for candidate, timing in fastest()[:_MOST_AGAIN]:
+        again = [seconds for seconds in (timing.seconds, measure(candidate).seconds) if seconds is not None]
+        found[str(candidate.keys)] = candidate, dataclasses.replace(timing, seconds=min(again))
+    return [*fastest(), *(each for each in found.values() if each[1].seconds is None)]
 
 
-def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
-    """Fastest first; among equals, the first measured."""
-    return sorted(found.values(), key=lambda each: (each[1].seconds is None, each[1].seconds))
-
-
-def _by_empty_slots(
-    config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]
-) -> Iterator[list[dict[str, Any]]]:
-    """The legal splits in groups with equally many empty slots in a step, the fewest first: an idle device makes no
-    step faster."""
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for split in _splits(config, plan):
-        candidate = _planned(config, split, plan_of)
-        if candidate is not None:
-            empty = candidate.plan.empty_slots_per_micro_batch * candidate.plan.gradient_accumulation_steps
-            groups.setdefault(empty, []).append(split)
-    return (groups[empty] for empty in sorted(groups))
-
-
-def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:
+def _splits(config: Config, plan: BatchPlan) -> list[Keys]:
     """From the fewest micro-batches to the most."""
     micro = plan.per_device_batch_size * plan.gradient_accumulation_steps
-    pieces = microbatch_choices(config, plan.num_pipeline_stages)
+    found: list[Keys] = []
     for accumulation in divisors(plan.global_batch_to_train):
-        for piece in pieces:
-            split = {"per_device_batch_size": micro / accumulation, "gradient_accumulation_steps": accumulation}
-            yield split | piece
+        for pieces in microbatch_choices(config, plan.num_pipeline_stages):
+            split: Keys = {"per_device_batch_size": micro / accumulation, "gradient_accumulation_steps": accumulation}
+            found.append(split | pieces)
+    return found
 
 
-def _planned(config: Config, keys: dict[str, Any], plan_of: Callable[[Config], BatchPlan]) -> Candidate | None:
-    changed = config.model_copy(update=keys)
-    try:
-        return Candidate(keys, changed, plan_of(changed))
-    except UserError:
-        return None
+def measured(
+    candidate: Candidate, directory: Path, *, warm_up: int, steps: int, device_memory_gb: float | None
+) -> Timing:
+    """The time of a candidate's step, from a short run without evaluations and checkpoints.
+
+    Args:
+      directory: of the run; replaced if it exists.
+      warm_up: first steps, which do not count.
+      device_memory_gb: see `loop.train`.
+    """
+    from maxtext_lite.training.compile import OutOfMemory
+    from maxtext_lite.training.feed_steps import make_feed_steps
+    from maxtext_lite.training.loop import train_run
+    from maxtext_lite.training.opening import open_run
+
+    changes = {
+        "base_output_directory": str(directory.parent),
+        "run_name": directory.name,
+        "overwrite": False,
+        "steps": warm_up + steps,
+        "num_epochs": 0,
+        "warmup_steps": 0,
+        "eval_interval": -1,
+        "enable_checkpointing": False,
+        "profiler_steps": 0,
+        "log_to": "",
+        "prometheus_port": 0,
+    }
+    run = open_run(candidate.config.model_copy(update=changes), device_memory_gb=device_memory_gb)
+    seconds: float | None = None
+    with contextlib.suppress(OutOfMemory):
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_run(run, make_feed_steps)
+        lines = read_records(directory / "metrics.jsonl", [])
+        seconds = statistics.median(line["step_seconds"] for line in lines if line["step"] > warm_up)
+    memory = json.loads((directory / "memory.json").read_text(encoding="utf-8"))
+    return Timing(seconds, memory["compiled_bytes"])
