@@ -18,9 +18,7 @@ from maxtext_lite.config.records import json_text
 from maxtext_lite.train import finish
 
 _MOST = 1024
-_FACTOR = re.compile(
-    r"[0-9]{1,20}/[0-9]{1,20}|[-+]?(?=\.?[0-9])[0-9]{0,20}(\.[0-9]{0,20})?(e[-+]?[0-9]{1,2})?", re.IGNORECASE
-)
+_FACTOR = re.compile(r"[-+]?[\d./]{1,40}(e[-+]?\d{1,2})?", re.IGNORECASE)
 """A factor as text: Fraction("1e999999999") would take all memory."""
 
 
@@ -65,9 +63,11 @@ def main(argv: Sequence[str]) -> int:
             if code := finish(train, branch.config):
                 return code
     results = [branches.result(branch) for branch in branches.all]
-    held_out = {each.batch: each.eval_loss for each in results if each.eval_loss is not None}
-    losses = held_out if len(held_out) == len(results) else {each.batch: each.loss for each in results}
-    by = "held-out loss" if losses is held_out else "training loss"
+    losses = {each.batch: each.loss for each in results}
+    by = "training loss"
+    if all(each.eval_loss is not None for each in results):
+        losses = {each.batch: each.eval_loss or 0.0 for each in results}
+        by = "held-out loss"
     critical = critical_batch(losses)
     page = output / "report.html"
     write_page(read_runs([branch.directory for branch in branches.all]), page)

@@ -48,15 +48,17 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
     """
     examples = batch * steps
     problems: list[str] = []
+    sizes: list[BranchSizes] = []
     if 1 not in factors:
         problems.append("--factors has no 1, which the others are compared with. Nearest that works: 1 beside them.")
-    for factor in factors:
+    for factor in sorted(set(factors)):
         wanted = factor * batch
-        if factor > 0 and wanted.denominator == 1 and examples % wanted.numerator == 0:
+        if wanted in divisors(examples):
+            fewest = next(each for each in divisors(int(wanted)) if each >= factor * accumulation)
+            sizes.append(BranchSizes(factor, int(wanted), fewest, int(steps / factor)))
             continue
-        whole = divisors(examples)
-        below = max((each for each in whole if each < wanted), default=1)
-        above = min((each for each in whole if each > wanted), default=examples)
+        below = max((each for each in divisors(examples) if each < wanted), default=1)
+        above = min((each for each in divisors(examples) if each > wanted), default=examples)
         named = " or ".join(f"{number_text(Fraction(each, batch))} ({each})" for each in dict.fromkeys((below, above)))
         problems.append(
             f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are not a whole number "
@@ -64,12 +66,6 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
         )
     if problems:
         raise UserError(problems)
-
-    sizes: list[BranchSizes] = []
-    for factor in sorted(set(factors)):
-        branch = int(factor * batch)
-        fewest = next(each for each in divisors(branch) if each >= factor * accumulation)
-        sizes.append(BranchSizes(factor, branch, fewest, int(steps / factor)))
     return sizes
 
 
@@ -153,23 +149,27 @@ class Branches:
         self._run, self._step, self._output = run, step, output
         there = steps_in(run / "checkpoints")
         if step not in there:
-            near = f"Nearest that works: {min(there, key=lambda each: abs(each - step))}." if there else "It has none."
-            raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {near}")
+            raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {_nearest(step, there)}")
         config = config_of_run(run)
         if config.run_kind == "rl" or config.enable_diloco:
             raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
         lines = list(read_records(run / "metrics.jsonl", []))
         self._lines = [line for line in lines if line["step"] <= step]
-        steps_taken = {line["step"]: line for line in lines if not is_evaluation(line)}
-        if step not in steps_taken:
+        taken = {line["step"]: line for line in lines if not is_evaluation(line)}
+        if step not in taken:
             raise UserError(f"RUN_DIR={run} has no step {step} in its metrics.jsonl.")
-        self._at: Record = steps_taken[step]
-        if not self._at["learning_rate"]:
-            trains = [each for each in there if each in steps_taken and steps_taken[each]["learning_rate"]]
-            raise UserError(_without_rate(run, step, self._at["learning_rate"], trains))
+        self._at: Record = taken[step]
+        rate = self._at["learning_rate"]
+        if not rate:
+            trains = [each for each in there if each in taken and taken[each]["learning_rate"]]
+            said = (
+                "is its own optimizer's, which is not known" if rate is None else "is 0, at which no branch would train"
+            )
+            raise UserError(f"--step={step}: the learning rate of RUN_DIR={run} {said}. {_nearest(step, trains)}")
         self.batch = int(self._at["global_batch_to_train"])
-        own = config.learning_rate_scaling
-        self.rule: Rule = rule or (own if own != "none" else "linear" if config.optimizer == "sgd" else "sqrt")
+        self.rule: Rule = rule or config.learning_rate_scaling
+        if rule is None and self.rule == "none":
+            self.rule = "linear" if config.optimizer == "sgd" else "sqrt"
         accumulation = int(self._at["gradient_accumulation_steps"])
         devices = round(self.batch / (accumulation * self._at["per_device_batch_size"]))
         self._per_device = Fraction(self.batch, accumulation * devices)
@@ -253,9 +253,7 @@ class Branches:
         if not last:
             raise UserError(f"{branch.directory} has no finite loss in the last {self._compared:,} examples.")
         weights = [line.get("pairs", line["target_tokens"]) for line in last]  # the counts that divided each loss
-        evaluations = [
-            line["eval_loss"] for line in lines if line["step"] == trained[-1]["step"] and "eval_loss" in line
-        ]
+        evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
         return BranchResult(
             factor=float(branch.sizes.factor),
             batch=branch.sizes.batch,
@@ -264,16 +262,12 @@ class Branches:
             tokens=sum(line["target_tokens"] for line in trained),
             loss=sum(w * line["loss"] for w, line in zip(weights, last, strict=True)) / sum(weights),
             left_out=len(compared) - len(last),
-            eval_loss=evaluations[-1] if evaluations else None,
+            eval_loss=evaluated.get(trained[-1]["step"]),
             run_directory=str(branch.directory),
         )
 
 
-def _without_rate(run: Path, step: int, rate: float | None, others: Sequence[int]) -> str:
-    """Why nothing can branch off a step whose rate is 0 or None; `others`: checkpoints of steps with another."""
-    near = "No checkpoint has another."
-    if others:
-        near = f"Nearest that works: {min(others, key=lambda each: abs(each - step))}."
-    is_own = rate is None
-    said = "is its own optimizer's, which is not known" if is_own else "is 0, at which no branch would train"
-    return f"--step={step}: the learning rate of RUN_DIR={run} {said}. {near}"
+def _nearest(step: int, steps: Sequence[int]) -> str:
+    if not steps:
+        return "No checkpoint works."
+    return f"Nearest that works: {min(steps, key=lambda each: abs(each - step))}."
