@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
 
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
@@ -306,14 +306,19 @@ def _list_of(made: type[SourceList], kind: type[SourceEntry], example: str) -> C
             return cast("object", value)
         if not isinstance(value, list | dict):
             return data_path_text(value)
-        stated = cast("list[object]", value)
         entries: list[SourceEntry] = []
-        for entry in stated:
+        has_number = False
+        for entry in cast("list[object]", value):
             if not isinstance(entry, dict):
                 raise WrongType(f"is neither a path nor a list of mappings, as [{example}].")
-            entries.append(make(kind, cast("dict[str, object]", entry)))
+            stated = cast("dict[str, object]", entry)
+            numbers = {name: str(stated.get(name)) for name in ("path", "name") if type(stated.get(name)) is int}
+            has_number = has_number or bool(numbers)
+            entries.append(make(kind, stated | numbers))
         if not entries:
             raise WrongType("has no source.")
+        if has_number:
+            raise WrongType("has a number as a path or name: put it in quotes.", [made(tuple(entries))])
         for name, times in Counter(entry.name for entry in entries).items():
             if times > 1:
                 raise WrongType(f"has two sources named {value_text(name, 40)}: give each its own name.")
@@ -384,6 +389,43 @@ TrackerNames = Annotated[str, _some_of(lambda: TRACKERS)]
 """Some of `TRACKERS`, comma-separated; may be given as a list."""
 HookNames = Annotated[str, _some_of(lambda: added_names("hook"))]
 """Some of the hooks that other packages add, comma-separated; may be given as a list."""
+
+
+def _names(find_known: Callable[[], Sequence[str]], alike: Callable[[str], str]) -> BeforeValidator:
+    """Comma-separated names, each from a list.
+
+    Args:
+      alike: the name to take instead of an unknown one.
+    """
+
+    def check(value: object) -> object:
+        if not isinstance(value, str):
+            raise WrongType("is not text.")
+        known = find_known()
+        unknown = [name for name in listed(value) if name not in known]
+        if unknown:
+            legal = [name if name in known else alike(name) for name in listed(value)]
+            rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(known)}"
+            raise WrongType(f"{rule}.", [",".join(legal)])
+        return value
+
+    return BeforeValidator(check)
+
+
+def _alike_layer(kind: str) -> str:
+    return (difflib.get_close_matches(kind, names("layer"), n=1) or ["global"])[0]
+
+
+def _alike_tensor(name: str) -> str:
+    return difflib.get_close_matches(name, REMAT_TENSORS, n=1, cutoff=0)[0]
+
+
+LayerPattern = Annotated[Name, _names(layer_kinds, _alike_layer)]
+"""Kinds of layers, comma-separated."""
+MlpPattern = Annotated[Name, _names(lambda: get_args(MlpKind), lambda _: "moe")]
+"""Kinds of mlps, comma-separated."""
+TensorNames = Annotated[Text, _names(lambda: REMAT_TENSORS, _alike_tensor)]
+"""Some of `REMAT_TENSORS`, comma-separated; "" included."""
 
 
 def require_trackers(log_to: str) -> None:
@@ -627,7 +669,7 @@ class ModelConfig(Section):
     attention_bias: Literal["none", "qkv", "all"]
     qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
     clip_qkv: NotNegative
-    layer_pattern: Name
+    layer_pattern: LayerPattern
     sliding_window_size: CountOrZero
     chunk_attn_window_size: CountOrZero
     attn_logits_soft_cap: NotNegative
@@ -664,7 +706,7 @@ class ModelConfig(Section):
     routed_bias: Flag
     expert_bias: Flag
     first_num_dense_layers: LayersOrZero
-    mlp_pattern: Name
+    mlp_pattern: MlpPattern
     lora_rank: CountOrZero
     lora_alpha: Positive
     lora_targets: Name
@@ -737,8 +779,8 @@ class NumericsConfig(Section):
         "full",
         "custom",
     ]
-    remat_save: Text
-    remat_offload: Text
+    remat_save: TensorNames
+    remat_offload: TensorNames
     attention: KernelName
     num_vocab_tiling: CountOrMinusOne
     z_loss_multiplier: NotNegative

@@ -483,11 +483,24 @@ def _validate(kind: type[Config], layers: Sequence[Layer], problems: list[Refusa
     except ValidationError as error:
         details = {str(detail["loc"][0]): detail for detail in error.errors()}
     usual = {key: getattr(defaults, key) for key in details}
+    config = kind.model_validate({**values, **usual})
     for key in keys_of(kind):
         if key in details:
             refusal = wrong_value(kind, details[key], key)
-            problems.append(replace(refusal, nearest=refusal.nearest or (usual[key],)))
-    return kind.model_validate({**values, **usual})
+            near = refusal.nearest or (usual[key],)
+            problems.append(replace(refusal, nearest=_legal_values(config, defaults, key, near)))
+    return config
+
+
+def _legal_values(config: Config, defaults: Config, key: str, values: Iterable[object]) -> tuple[object, ...]:
+    """The values of a key, each replaced by those that the rules between keys name where they refuse it."""
+    legal: list[object] = []
+    for value in values:
+        tried = config.model_copy(update={key: value})
+        refused = [each for each in rule_violations(tried, defaults) if each.key == key]
+        instead = [each for each in refused[0].nearest if not isinstance(each, Mapping)] if refused else []
+        legal += instead or [value]
+    return tuple(legal)
 
 
 # ---- The config of a run that has begun -----------------------------------------------------------------------------

@@ -1,20 +1,16 @@
 """Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import get_args
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import Refusal, number_text, refuse, refuse_unused, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.keys import (
     LOCAL_KINDS,
-    REMAT_TENSORS,
     Config,
-    MlpKind,
     SourceList,
-    layer_kinds,
     listed,
     mixer_of,
     objective_kind,
@@ -23,7 +19,7 @@ from maxtext_lite.config.keys import (
     source_names,
 )
 from maxtext_lite.config.nearest import around, divisors, divisors_around
-from maxtext_lite.config.registry import installed_names, load_installed, names
+from maxtext_lite.config.registry import installed_names, load_installed
 from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -185,8 +181,6 @@ def _rotary_share(config: Config) -> Refusal | None:
 
 
 def _layer_pattern(config: Config) -> Refusal | None:
-    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, layer_kinds(), "global", names("layer")):
-        return unknown
     if not {"nope", "local_nope"} & {*config.pattern}:
         return None
     rotated = config.layer_pattern.replace("local_nope", "local").replace("nope", "global")
@@ -194,19 +188,6 @@ def _layer_pattern(config: Config) -> Refusal | None:
         if getattr(config, other):
             return refuse(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
     return None
-
-
-def _unknown_kind(
-    config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str, added: Sequence[str] = ()
-) -> Refusal | None:
-    """Refuses a pattern that has an unknown kind: nearest has an alike one of `added` instead, or the usual one."""
-    unknown = [kind for kind in kinds if kind not in known]
-    if not unknown:
-        return None
-    alike = {kind: get_close_matches(kind, added, n=1) or [usual] for kind in unknown}
-    nearest = [kind if kind in known else alike[kind][0] for kind in kinds]
-    rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(known)}"
-    return refuse(config, key, rule, ",".join(nearest))
 
 
 def _reach(config: Config) -> Refusal | None:
@@ -219,10 +200,8 @@ def _reach(config: Config) -> Refusal | None:
 
 
 def _mlp_pattern(config: Config) -> Refusal | None:
-    """mlp_pattern names known kinds, both kinds occur among the layers, and no other key says which are dense."""
+    """Both kinds of mlp_pattern occur among the layers, and no other key says which are dense."""
     key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
-    if unknown := _unknown_kind(config, key, kinds, get_args(MlpKind), "moe"):
-        return unknown
     if config.num_experts == 1 or set(kinds) == {"moe"}:
         return None
     if "moe" not in kinds[:layers]:
@@ -428,18 +407,11 @@ def _diloco(config: Config) -> Refusal | None:
 
 def _remat_lists(config: Config) -> Refusal | None:
     saved, offloaded = listed(config.remat_save), listed(config.remat_offload)
-    for key, tensors in (("remat_save", saved), ("remat_offload", offloaded)):
-        unknown = [name for name in tensors if name not in REMAT_TENSORS]
-        if unknown:
-            alike = get_close_matches(unknown[0], REMAT_TENSORS, n=1, cutoff=0)
-            legal = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
-            rule = f"names {value_text(unknown[0], 40)}, which is none of {', '.join(REMAT_TENSORS)}"
-            return refuse(config, key, rule, ",".join(legal))
     both = [name for name in offloaded if name in saved]
-    if both:
-        legal = [name for name in offloaded if name not in saved]
-        return refuse(config, "remat_offload", f"names {both[0]}, as remat_save does", ",".join(legal))
-    return None
+    if not both:
+        return None
+    legal = [name for name in offloaded if name not in saved]
+    return refuse(config, "remat_offload", f"names {both[0]}, as remat_save does", ",".join(legal))
 
 
 def _number_format(config: Config) -> Refusal | None:
