@@ -277,7 +277,8 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
     """
     if not isinstance(config.dataset_path, SourceList):
         return {}, []
-    from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table, steps_left, with_history
+    from maxtext_lite.data.history import early_stop_note, mixture_sentences, steps_left
+    from maxtext_lite.data.sources import with_history
 
     source, _ = with_history(config, _training_source(config))
     steps = steps_left(config, plan, source, step=0, examples_seen=0)
@@ -285,7 +286,7 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
     sentences = mixture_sentences(config, source, 0, end) + early_stop_note(
         config, plan, steps=steps, examples_seen=end
     )
-    return {"mixture": mixture_table(source, 0, end)}, sentences
+    return {"mixture": source.shares(0, end)}, sentences
 
 
 def _count_examples(config: Config) -> int:
@@ -294,9 +295,9 @@ def _count_examples(config: Config) -> int:
 
 @functools.cache
 def _training_source(config: Config) -> Any:
-    from maxtext_lite.data import open_mixture  # imports numpy and tokenizers, only where the data is needed
+    from maxtext_lite.data import open_sources  # imports numpy and tokenizers, only where the data is needed
 
-    return open_mixture(config, vocab_size=config.vocab_size)[0]
+    return open_sources(config, vocab_size=config.vocab_size)[0]
 
 
 if __name__ == "__main__":

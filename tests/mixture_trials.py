@@ -13,13 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_lite.data.mixture import (
-    MixtureComponent,
-    MixtureSchedule,
-    MixtureSource,
-    continued,
-    history_of,
-)
+from maxtext_lite.data.history import MixtureComponent, continued, history_of
+from maxtext_lite.data.mixture import MixtureSchedule, MixtureSource
 from maxtext_lite.data.order import example_ids
 
 SEED = 4

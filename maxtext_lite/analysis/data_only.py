@@ -12,7 +12,8 @@ from maxtext_lite.console import complain
 from maxtext_lite.data import Balance, examples_hash
 from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.feed import training_batches
-from maxtext_lite.data.mixture import steps_left, with_history
+from maxtext_lite.data.history import steps_left
+from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.opening import open_data, start_run

@@ -23,8 +23,8 @@ from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.data import examples_hash, open_mixture
-from maxtext_lite.data.mixture import with_history
+from maxtext_lite.data import examples_hash, open_sources
+from maxtext_lite.data.sources import with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
@@ -188,7 +188,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         config = config_of_run(run)
         if config.run_kind == "rl":
             return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
-        source, _ = with_history(config, open_mixture(config, vocab_size=config.vocab_size)[0])
+        source, _ = with_history(config, open_sources(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)
     first = record["examples_seen"] - record["examples"]

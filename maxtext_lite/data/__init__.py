@@ -4,7 +4,6 @@ The names here need no jax, so that `plan` does not; `feed` and `sources_on_host
 """
 
 from maxtext_lite.data.balance import Balance
-from maxtext_lite.data.mixture import MixtureSource, open_mixture
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.rows import REFERENCE, field_dtype
 from maxtext_lite.data.source import Examples, ExampleSource
@@ -16,7 +15,6 @@ __all__ = [
     "Balance",
     "ExampleSource",
     "Examples",
-    "MixtureSource",
     "Tokenizer",
     "check_vocabulary",
     "example_ids",
@@ -24,6 +22,5 @@ __all__ = [
     "examples_hash",
     "field_dtype",
     "load_tokenizer",
-    "open_mixture",
     "open_sources",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.console import complain
-from maxtext_lite.data.mixture import open_mixture
+from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -22,7 +22,7 @@ def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:
     Raises:
       UserError: the data cannot be read, or have no row `first`.
     """
-    source, _ = open_mixture(config, vocab_size=config.vocab_size)
+    source, _ = open_sources(config, vocab_size=config.vocab_size)
     tokenizer = load_tokenizer(config)
     for note in source.notes:
         complain(note)

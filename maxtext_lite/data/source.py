@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class ExampleSource:
       notes: sentences on what the files contain and the examples do not.
       is_of_dataset_path: whether the config's dataset_path names its files.
       ends: the special tokens with which its answers end, if it has answers; the most frequent first.
+      parts: of a mixture, the part of each source; () for any other source.
+      counted: the examples of a run, and their target tokens, before the source was mixed as it is now.
+      end: the position in a run from which the source has no row left.
     """
 
     # Attributes of some sources and properties of others.
@@ -61,6 +65,9 @@ class ExampleSource:
     notes: Any = ()
     is_of_dataset_path: Any = True
     ends: Any = ()
+    parts: Any = ()
+    counted: Any = (0, 0)
+    end: Any = sys.maxsize
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -108,6 +115,24 @@ class ExampleSource:
     def hashed(self, ids: np.ndarray) -> np.ndarray:
         """Values for `order.examples_hash`: the ids, unless they change with the list of a mixture's sources."""
         return ids
+
+    def epochs(self, examples_seen: int) -> dict[str, float]:
+        """How often each source has been read up to a position of a run, by name."""
+        return {"": examples_seen / len(self)}
+
+    def exhausted(self, end: int) -> dict[str, int]:
+        """The sources that reach their limit before a run's end: names, and the positions of their next turns."""
+        del end
+        return {}
+
+    def shares(self, first: int, end: int) -> list[dict[str, Any]]:
+        """What a run takes from each source of a mixture between two positions, as JSON."""
+        del first, end
+        return []
+
+    def tokens_by_source(self, first: int, stop: int, seed: int) -> dict[str, int]:
+        """Exact target tokens that each source gives between two positions of a run, by name."""
+        return {"": self.target_tokens(first, stop, seed)}
 
     def target_tokens(self, first: int, stop: int, seed: int) -> int:
         """Exact target tokens of the examples at positions `first` to `stop - 1` of a run."""

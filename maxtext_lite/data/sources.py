@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError, single_path
+from maxtext_lite.config import DataConfig, SourceList, UserError
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data.cache import IndexPlace
+from maxtext_lite.data.history import Mixture, MixtureComponent, continued, history_of, parts_of
 from maxtext_lite.data.rows import (
     FIELDS,
     BestFitRows,
@@ -43,11 +44,11 @@ Opened = tuple[ExampleSource, ExampleSource | None]
 
 
 def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
-    """The training examples, and the held-out ones.
+    """The training examples, and the held-out ones; of several sources that the config lists, as one source each.
 
-    Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows in
-    file order, at least one. No target of a held-out row is a token of a training row, except with packing=best_fit,
-    where a document longer than a row may have pieces on both sides.
+    Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows of
+    each source in file order, at least one. No target of a held-out row is a token of a training row, except with
+    packing=best_fit, where a document longer than a row may have pieces on both sides.
 
     Args:
       vocab_size: rows of the embedding table, which the tokenizer must fit and below which synthetic tokens are drawn;
@@ -55,15 +56,80 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> Opened
     Returns:
       (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
-      UserError: a file or the tokenizer is missing or unreadable, or nothing is left to train on or to hold out.
+      UserError: a file or the tokenizer is missing or unreadable, nothing is left to train on or to hold out, or two
+        sources have the same rows.
     """
+    if isinstance(config.eval_dataset_path, SourceList):
+        without = config.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
+        training, _ = open_sources(without, vocab_size=vocab_size)
+        return training, _open_sets(config, config.eval_dataset_path, vocab_size)
+    if isinstance(config.dataset_path, SourceList):
+        return _open_mixture(config, config.dataset_path, vocab_size)
     opens = functools.partial(_opens(config), config, _tokenizer(config, vocab_size), vocab_size=vocab_size)
-    path = single_path(config.dataset_path)
+    path = config.dataset_path
     if not config.eval_dataset_path or not source_kind(config.dataset_type).reads_files:
         return opens(key="dataset_path", path=path, eval_fraction=config.eval_fraction)
     training, _ = opens(key="dataset_path", path=path)
-    held_out, _ = opens(key="eval_dataset_path", path=single_path(config.eval_dataset_path))
+    held_out, _ = opens(key="eval_dataset_path", path=config.eval_dataset_path)
     return training, held_out
+
+
+def _open_sets(config: DataConfig, sets: SourceList, vocab_size: int | None) -> ExampleSource:
+    """The held-out sets with their names, as one source."""
+    from maxtext_lite.data.mixture import mix
+
+    opened: list[tuple[MixtureComponent, ExampleSource]] = []
+    for entry in sets.entries:
+        source = open_path(config, key="eval_dataset_path", path=entry.path, vocab_size=vocab_size)
+        opened.append((MixtureComponent(entry.name, source.fingerprint, "1", None), source))
+    return mix(opened)
+
+
+def _open_mixture(config: DataConfig, sources: SourceList, vocab_size: int | None) -> Opened:
+    from maxtext_lite.data.mixture import mix
+
+    has_eval_path = bool(config.eval_dataset_path)
+    opened: list[Opened] = []
+    one = config
+    for entry in sources.entries:
+        opened.append(open_sources(one.model_copy(update={"dataset_path": entry.path}), vocab_size=vocab_size))
+        if has_eval_path:  # its text is opened with the first source
+            one = one.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
+    parts = parts_of(config, [training for training, _ in opened])
+    by_fingerprint = sorted(zip(parts, opened, strict=True), key=lambda pair: pair[0].fingerprint)
+    training = mix([(part, training) for part, (training, _) in by_fingerprint])
+    if has_eval_path:
+        return training, opened[0][1]
+    held_out = [(part, source) for part, (_, source) in by_fingerprint if source is not None]
+    return training, mix(held_out) if held_out else None
+
+
+def with_history(
+    config: DataConfig, source: ExampleSource, saved: Sequence[Mapping[str, Any]] = (), seen: tuple[int, int] = (0, 0)
+) -> tuple[ExampleSource, list[dict[str, Any]]]:
+    """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
+
+    A run that never had another source reads the source itself. Data that cannot be mixed have no history.
+
+    Args:
+      saved: the history in the checkpoint from which the run continues.
+      seen: examples and target tokens that the run has seen.
+    Raises:
+      UserError: a source has the name of an earlier one but other rows.
+    """
+    if not source_kind(config.dataset_type).is_mixable:
+        return source, []
+    parts = parts_of(config, [source])
+    history = history_of(parts)
+    if saved:
+        before = tuple(Mixture.of(entries) for entries in saved)
+        history = continued(before, parts, examples_seen=seen[0], tokens_seen=seen[1])
+    if source.parts or len(history) > 1:
+        from maxtext_lite.data.mixture import MixtureSchedule, MixtureSource
+
+        sources = tuple(source.named().values())
+        source = MixtureSource(tuple(parts), sources, MixtureSchedule(history))
+    return source, [dataclasses.asdict(mixture) for mixture in history]
 
 
 def open_path(config: DataConfig, *, key: str, path: str, vocab_size: int | None) -> ExampleSource:

@@ -13,8 +13,9 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, read_excluded
-from maxtext_lite.data.mixture import MixtureComponent, MixtureSource, open_mixture
+from maxtext_lite.data.history import MixtureComponent
 from maxtext_lite.data.source import ExampleSource
+from maxtext_lite.data.sources import open_sources
 from maxtext_lite.parallel import value_of_host
 
 
@@ -35,7 +36,7 @@ class UnreadSource(ExampleSource):
 def open_sources_on_hosts(
     config: Config, *, vocab_size: int, loading_hosts: Sequence[int]
 ) -> tuple[ExampleSource, ExampleSource | None]:
-    """`open_mixture` on the loading hosts; the others learn what the first of them found. All hosts must call it.
+    """`open_sources` on the loading hosts; the others learn what the first of them found. All hosts must call it.
 
     Raises:
       UserError: this host cannot open its data, or finds other data than the first host that reads.
@@ -43,7 +44,7 @@ def open_sources_on_hosts(
     if jax.process_index() not in loading_hosts:
         training, held_out = value_of_host(loading_hosts[0], None)
         return _unread(training), None if held_out is None else _unread(held_out)
-    opened = open_mixture(config, vocab_size=vocab_size)
+    opened = open_sources(config, vocab_size=vocab_size)
     summaries = [None if source is None else _summary(source) for source in opened]
     if value_of_host(loading_hosts[0], summaries) != summaries:
         raise UserError(
@@ -55,9 +56,9 @@ def open_sources_on_hosts(
 
 def _summary(source: ExampleSource) -> dict[str, Any]:
     """What `_unread` needs, as JSON."""
-    if isinstance(source, MixtureSource):
+    if source.parts:
         parts = [dataclasses.asdict(part) for part in source.parts]
-        return {"parts": parts, "sources": [_summary(each) for each in source.sources]}
+        return {"parts": parts, "sources": [_summary(each) for each in source.named().values()]}
     return {
         "num_examples": len(source),
         "num_tokens": source.num_tokens,
@@ -69,8 +70,10 @@ def _summary(source: ExampleSource) -> dict[str, Any]:
 
 def _unread(summary: dict[str, Any]) -> ExampleSource:
     if "parts" in summary:
-        parts = tuple(MixtureComponent(**part) for part in summary["parts"])
-        return MixtureSource(parts, tuple(_unread(each) for each in summary["sources"]))
+        from maxtext_lite.data.mixture import mix
+
+        parts = [MixtureComponent(**part) for part in summary["parts"]]
+        return mix(list(zip(parts, map(_unread, summary["sources"]), strict=True)))
     summary["fields"] = tuple(summary["fields"])  # a list in JSON
     return UnreadSource(**summary)
 
@@ -105,16 +108,13 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
     """Exact target tokens of the first `total_examples` examples of a run. All hosts must call it."""
     tokens = 0
     if jax.process_index() == loading_hosts[0]:
-        first = 0
-        if isinstance(source, MixtureSource) and source.stream:  # the run has counted those of earlier mixtures
-            first = source.stream.last.examples_seen
-            tokens = source.stream.last.tokens_seen
+        first, tokens = source.counted  # of earlier mixtures
         tokens += source.target_tokens(first, max(total_examples, first), seed)
     return value_of_host(loading_hosts[0], tokens)
 
 
 def source_tokens_of_run(
-    source: MixtureSource, first: int, stop: int, *, seed: int, loading_hosts: Sequence[int]
+    source: ExampleSource, first: int, stop: int, *, seed: int, loading_hosts: Sequence[int]
 ) -> dict[str, int]:
     """Target tokens of each source between two positions of a run, by name. All hosts must call it."""
     reads = jax.process_index() == loading_hosts[0]

@@ -9,7 +9,7 @@ import optax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.phases import phases
-from maxtext_lite.data import MixtureSource, field_dtype, load_tokenizer
+from maxtext_lite.data import field_dtype, load_tokenizer
 from maxtext_lite.data.excluded import left_out
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.training.arrays import Rows
@@ -80,7 +80,7 @@ def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[R
     def row_losses(state: TrainState, first: int, count: int) -> list[RowLoss]:
         ids = source.ids_of_run(first, count, run.config.data_shuffle_seed)
         ids = ids[~left_out(ids, first, run.excluded)]
-        names = source.row_ids(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
+        names = source.row_ids(ids) if source.parts else [("", row) for row in ids.tolist()]
         params, frozen = jax.block_until_ready((state.params, state.frozen))
         loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
         found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []

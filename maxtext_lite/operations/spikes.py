@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
-from maxtext_lite.data.mixture import Mixture, with_history
+from maxtext_lite.data.history import Mixture
+from maxtext_lite.data.sources import with_history
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.checkpoint import TrainProgress

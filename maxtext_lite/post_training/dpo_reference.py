@@ -18,8 +18,9 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.data import ExampleSource, MixtureSource
+from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.feed import evaluation_batches
+from maxtext_lite.data.mixture import MixtureSource
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.post_training.answers import PairSource
 from maxtext_lite.post_training.preference import pairs_of

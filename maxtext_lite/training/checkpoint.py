@@ -17,7 +17,7 @@ from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.data.mixture import MIXTURE
+from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale

@@ -17,7 +17,7 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data import Balance, MixtureSource
+from maxtext_lite.data import Balance
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.arrays import Record
@@ -198,7 +198,7 @@ class HeldOutLoss:
                     scores[name].append(batch_scores)
         record: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
         text = evaluation_text(record)
-        if isinstance(run.eval_source, MixtureSource):
+        if run.eval_source.parts:
             losses = {name: self._objective.evaluation(each)["eval_loss"] for name, each in scores.items()}
             record["eval_losses"] = losses
             text += "".join(f"  {name} {loss:.4f}" for name, loss in losses.items())

@@ -16,7 +16,7 @@ from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError
-from maxtext_lite.data.mixture import nothing_left
+from maxtext_lite.data.history import nothing_left
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.compile import OutOfMemory

@@ -13,7 +13,8 @@ from maxtext_lite.config import Config, UserError, registry
 from maxtext_lite.config.errors import Refusal, settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape
-from maxtext_lite.data.mixture import steps_left, with_history
+from maxtext_lite.data.history import steps_left
+from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device

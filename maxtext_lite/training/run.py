@@ -19,7 +19,8 @@ from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
-from maxtext_lite.data.mixture import steps_left, with_history
+from maxtext_lite.data.history import steps_left
+from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import on_first_host, tree_shardings

@@ -8,7 +8,7 @@ from maxtext_lite.batching import BatchPlan, format_plan
 from maxtext_lite.config import describe, write_resolved
 from maxtext_lite.config.errors import counted, value_text, writing
 from maxtext_lite.config.registry import load_installed
-from maxtext_lite.data.mixture import early_stop_note, mixture_sentences, mixture_table
+from maxtext_lite.data.history import early_stop_note, mixture_sentences
 from maxtext_lite.training.arrays import num_elements
 from maxtext_lite.training.checkpoint import TrainProgress, moved_batch, schedule_change_note
 from maxtext_lite.training.noise import why_unknown
@@ -125,7 +125,7 @@ def _write_files(run: TrainingRun, end: int) -> list[str]:
         for store in load_installed("model_files"):
             new_ends += store(config, directory / "hf", run.source.ends)
     plan = run.plan.to_json()
-    if table := mixture_table(run.source, 0, end):
+    if table := run.source.shares(0, end):
         plan["mixture"] = table
     if data := run.source.describe():
         plan["data"] = data

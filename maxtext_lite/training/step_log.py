@@ -14,7 +14,7 @@ import numpy as np
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.records import is_evaluation, read_records
-from maxtext_lite.data import MixtureSource, examples_hash
+from maxtext_lite.data import examples_hash
 from maxtext_lite.data.sources_on_hosts import source_tokens_of_run
 from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.arrays import Record
@@ -240,7 +240,7 @@ class StepLog:
             "global_batch_to_train": stage.global_batch_to_train,
             "examples_hash": examples_hash(source.hashed(result.example_ids)),
         }
-        if isinstance(source, MixtureSource):
+        if source.parts:
             fields["source_epochs"] = source.epochs(seen)
         return fields
 
@@ -312,9 +312,9 @@ class StepLog:
         """Each source's share of the target tokens since the mixture last changed; {} without. All hosts call it."""
         source = self.run.source
         seen = self.counts.examples_seen
-        if not isinstance(source, MixtureSource) or source.stream is None:
+        if not source.parts:
             return {}
-        first, tokens = self._source_tokens or (source.stream.last.examples_seen, {})
+        first, tokens = self._source_tokens or (source.counted[0], {})
         seed = self.run.config.data_shuffle_seed
         hosts = self.run.plan.loading_hosts
         more = source_tokens_of_run(source, first, seen, seed=seed, loading_hosts=hosts)

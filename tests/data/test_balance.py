@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.batching import attended_pairs, make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.data import open_mixture
+from maxtext_lite.data import open_sources
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.parallel import make_mesh, sharding
@@ -64,7 +64,7 @@ def lengths_in(row):
 def test_documents_are_those_in_the_rows(texts):
     mixture = f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
     for kind in (*KINDS, ("text", mixture)):
-        source = open_mixture(config_of(texts, *kind))[0]
+        source = open_sources(config_of(texts, *kind))[0]
         ids = np.random.default_rng(1).permutation(np.arange(len(source)).repeat(2))
         lengths, rows, padding = source.documents(ids)
         for place, number in enumerate(ids.tolist()):
@@ -109,7 +109,7 @@ def test_devices_have_the_rows_of_the_stated_imbalance(texts):
     """Computed from the documents on each of 8 devices; each row is where `example_ids` says, and with its replica."""
     keys = "per_device_batch_size=4 gradient_accumulation_steps=2 ici_data_parallelism=2 enable_diloco=true"
     config = config_of(texts, "text", "b", *keys.split(), "diloco_sync_period=2")
-    plan, source = make_plan(config, num_devices=8), open_mixture(config)[0]
+    plan, source = make_plan(config, num_devices=8), open_sources(config)[0]
     rows = sharding(
         make_mesh(plan.ici_mesh, plan.dcn_mesh),
         ("accumulation", "global_batch", "length"),

@@ -11,7 +11,8 @@ from maxtext_lite.data.excluded import (
     excluded_ids,
     read_excluded,
 )
-from maxtext_lite.data.mixture import MixtureComponent, MixtureSource
+from maxtext_lite.data.history import MixtureComponent
+from maxtext_lite.data.mixture import MixtureSource
 from maxtext_lite.data.source import ExampleSource
 
 

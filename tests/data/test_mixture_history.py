@@ -3,13 +3,8 @@ import dataclasses
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.mixture import (
-    MixtureComponent,
-    MixtureSchedule,
-    MixtureSource,
-    continued,
-    history_of,
-)
+from maxtext_lite.data.history import MixtureComponent, continued, history_of
+from maxtext_lite.data.mixture import MixtureSchedule, MixtureSource
 from maxtext_lite.data.order import FILE_ORDER
 from tests.mixture_trials import try_history
 

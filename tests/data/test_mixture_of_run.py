@@ -2,14 +2,9 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.mixture import (
-    MixtureSource,
-    mixture_sentences,
-    mixture_table,
-    parts_of,
-    steps_left,
-    with_history,
-)
+from maxtext_lite.data.history import mixture_sentences, parts_of, steps_left
+from maxtext_lite.data.mixture import MixtureSource
+from maxtext_lite.data.sources import with_history
 from tests.data.test_feed import NumberedSource
 
 SIZES = {"a": 20, "b": 100}
@@ -74,7 +69,7 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
         left(begun("steps=42", "mixture_exhausted=drop", b="max_epochs: 3"))
     assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
     assert "example 60" in mixture_sentences(run[0], run[2], 0, 61)[2]
-    table = mixture_table(run[2], 0, 328)
+    table = run[2].shares(0, 328)
     assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {
         "a": (30, 1.5),
         "b": (298, 2.98),

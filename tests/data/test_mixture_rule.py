@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from maxtext_lite.data.mixture import (
+from maxtext_lite.data.mixture_rule import (
     LONGEST_PERIOD,
     PeriodicRule,
     TreeRule,

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import open_mixture, open_sources
-from maxtext_lite.data.mixture import (
-    MixtureSchedule,
-    history_of,
-)
+from maxtext_lite.data import open_sources
+from maxtext_lite.data.history import history_of
+from maxtext_lite.data.mixture import MixtureSchedule
 from tests.mixture_trials import mixture_of, write_texts
 
 KEYS = ["max_target_length=16", "eval_fraction=0.1"]
@@ -27,7 +25,7 @@ def config_of(texts, **weights):
 
 
 def started(config):
-    training, _ = open_mixture(config)
+    training, _ = open_sources(config)
     return dataclasses.replace(
         training, stream=MixtureSchedule(history_of(training.parts))
     )
@@ -85,7 +83,7 @@ def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
     (tmp_path / "copy.jsonl").write_bytes((texts / "a.jsonl").read_bytes())
     entries = f"[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {tmp_path}/copy.jsonl, weight: 1}}]"
     with pytest.raises(UserError, match=r"dataset_path: .* a .* copy"):
-        open_mixture(load_config(None, [*KEYS, f"dataset_path={entries}"]))
+        open_sources(load_config(None, [*KEYS, f"dataset_path={entries}"]))
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -97,7 +95,7 @@ def test_held_out_sets_have_names_and_all_their_rows_also_beside_a_mixture(
     weights = {"a": 1, "c": 2}
     training = mixture_of(texts, weights) if mixes else f"dataset_path={texts}/c.jsonl"
     held_out = f"eval_dataset_path={sets}"
-    source, named = open_mixture(load_config(None, [*KEYS, training, held_out]))
+    source, named = open_sources(load_config(None, [*KEYS, training, held_out]))
     keys = [*KEYS, "eval_fraction=0", "eval_interval=-1"]
     whole = {
         name: open_sources(

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import mixture as mixture_source
 from maxtext_lite.data import sources_on_hosts
 from maxtext_lite.data.sources_on_hosts import (
     open_sources_on_hosts,
@@ -51,7 +50,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(
     train, evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     be_host(1, told)
     monkeypatch.setattr(
-        mixture_source,
+        sources_on_hosts,
         "open_sources",
         lambda *_, **__: pytest.fail("it opened the data"),
     )
@@ -75,7 +74,7 @@ def test_it_knows_each_held_out_set_by_name(config, be_host, monkeypatch):
     told = be_host(0, [])
     open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     be_host(1, told)
-    monkeypatch.setattr(mixture_source, "open_path", pytest.fail)
+    monkeypatch.setattr(sources_on_hosts, "open_sources", pytest.fail)
     source, held_out = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     for name, known in held_out.named().items():
         assert name in ("one", "two")

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data import example_ids, open_mixture
-from maxtext_lite.data.mixture import parts_of
+from maxtext_lite.data import example_ids, open_sources
+from maxtext_lite.data.history import parts_of
 from maxtext_lite.training import train
 from tests.conftest import use_one_device
 from tests.invariance.conftest import MODEL
@@ -74,7 +74,7 @@ def expected(configs, sizes):
     """For each step the hash of what it consumes, its target tokens, and the epochs of the sources after it."""
     counters, records = None, []
     for config, steps in zip(configs, sizes, strict=True):
-        source = open_mixture(config)[0]
+        source = open_sources(config)[0]
         parts = parts_of(config, [source])
         by_fingerprint = {
             each.fingerprint: each for each in getattr(source, "sources", (source,))
@@ -142,7 +142,7 @@ def test_each_source_is_evaluated_and_its_tokens_counted(run):
     ]
     assert [set(line["eval_losses"]) for line in found] == [{"a", "b"}, {"b", "c"}]
     for line, config in zip(found, configs, strict=True):
-        held_out = open_mixture(config)[1]
+        held_out = open_sources(config)[1]
         named = zip(held_out.parts, held_out.sources, strict=True)
         tokens = {part.name: each.num_target_tokens for part, each in named}
         assert line["eval_target_tokens"] == sum(tokens.values())
