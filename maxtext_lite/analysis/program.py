@@ -28,7 +28,8 @@ from maxtext_lite.training.compile import Executables, ProgramMemory
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.state import TrainState, abstract_state, make_parts
-from maxtext_lite.training.step import make_synchronise, make_train_step
+from maxtext_lite.training.step import make_train_step
+from maxtext_lite.training.synchronise import make_synchronise
 
 
 @dataclasses.dataclass(frozen=True)

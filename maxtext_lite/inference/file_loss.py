@@ -20,9 +20,9 @@ from maxtext_lite.inference.requests import EvaluateConfig
 from maxtext_lite.inference.sampler import cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import Params, Tree, start_devices
+from maxtext_lite.training.evaluation import EVAL_BATCH_AXES
 from maxtext_lite.training.loss import forward
 from maxtext_lite.training.objective import ScoredObjective, objective_of
-from maxtext_lite.training.step import EVAL_BATCH_AXES
 
 
 def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float | int]:

@@ -25,9 +25,9 @@ from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, val
 from maxtext_lite.post_training.answers import PairSource
 from maxtext_lite.post_training.preference import pairs_of
 from maxtext_lite.training.checkpoint import TrainProgress
+from maxtext_lite.training.evaluation import EVAL_BATCH_AXES, make_eval_step, scores_of
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, scores_of
 
 FILE = "reference.npz"
 """In the run directory: log-probabilities float32 [pairs, 2] by the source's fingerprint."""

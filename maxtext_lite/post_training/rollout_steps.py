@@ -14,6 +14,7 @@ from maxtext_lite.data import example_ids
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.watchdog import watchdog
 from maxtext_lite.parallel import sharding
+from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.post_training.held_out import HeldOutResponses
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.log_probabilities import Reference, make_log_probabilities
@@ -28,7 +29,6 @@ from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
 from maxtext_lite.training.hooks import Callback
 from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import ChunkedStep
 from maxtext_lite.training.step_log import StepLog, StepResult, open_lines
 
 TRAINING = 0

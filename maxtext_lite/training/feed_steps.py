@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -18,23 +18,13 @@ from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import Balance
-from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
+from maxtext_lite.data.feed import DeviceBatch, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
-from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.compile import Executables, ProgramMemory, raising_out_of_memory
-from maxtext_lite.training.metrics import evaluation_text
-from maxtext_lite.training.objective import ScoredObjective
+from maxtext_lite.training.evaluation import HeldOutLoss
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import (
-    EVAL_BATCH_AXES,
-    TRAIN_BATCH_AXES,
-    make_eval_step,
-    make_summarise,
-    make_synchronise,
-    make_train_step,
-    scores_of,
-)
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 from maxtext_lite.training.step_log import StepLog, StepResult
 
 Result = TypeVar("Result")
@@ -66,6 +56,8 @@ class FeedSteps:
         self._first: list[DeviceBatch] = []
         self.compiled_anew = False  # an executable, rather than found where an earlier process kept it
         if run.parts.local:
+            from maxtext_lite.training.synchronise import make_summarise, make_synchronise
+
             self._synchronise = make_synchronise(run.parts)
             self._summarise = make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
@@ -166,43 +158,6 @@ class FeedSteps:
 def _call_when_idle(function: Callable[[Tree], Result], argument: Tree) -> Result:
     """Calls a function on the devices, on simulated ones only once they are idle."""
     return function(jax.block_until_ready(argument) if devices_share_threads() else argument)
-
-
-class HeldOutLoss:
-    """A run's exact loss over its held-out examples, or over the first `eval_steps` batches; see `loop.Evaluation`.
-
-    Each example counts once, whatever the batch size and the mesh.
-    """
-
-    before_first_step = False
-
-    def __init__(self, run: TrainingRun):
-        self._run = run
-        self._objective = cast(ScoredObjective, run.parts.objective)
-        self._eval_step = make_eval_step(run.parts)
-
-    def evaluate(self, state: TrainState, step: int, stops: Callable[[], bool]) -> tuple[Record, str] | None:
-        """The losses, over all examples and by held-out set."""
-        del step
-        run = self._run
-        assert run.eval_source is not None
-        where = sharding(run.mesh, EVAL_BATCH_AXES)
-        params = run.decoder.joined(state.model_params, state.frozen)
-        scores: dict[str, list[Tree]] = {}
-        for name, source in run.eval_source.named().items():
-            scores[name] = []
-            with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
-                for batch_scores in scores_of(self._eval_step, params, batches):
-                    if stops():
-                        return None
-                    scores[name].append(batch_scores)
-        record: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
-        text = evaluation_text(record)
-        if run.eval_source.parts:
-            losses = {name: self._objective.evaluation(each)["eval_loss"] for name, each in scores.items()}
-            record["eval_losses"] = losses
-            text += "".join(f"  {name} {loss:.4f}" for name, loss in losses.items())
-        return record, text
 
 
 def make_feed_steps(run: TrainingRun, state: TrainState, log: StepLog) -> tuple[FeedSteps, HeldOutLoss]:

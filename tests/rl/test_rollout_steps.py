@@ -11,12 +11,12 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.post_training import rollout_steps
 from maxtext_lite.post_training.advantages import group_advantages
+from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
 from maxtext_lite.post_training.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, loop, stopping
-from maxtext_lite.training.step import ChunkedStep
 from tests.processes import RunFiles
 from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, steps, timeless
 from tests.run_directories import lines_of

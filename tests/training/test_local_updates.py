@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import master_of, with_master
-from maxtext_lite.training.step import make_summarise, make_synchronise
+from maxtext_lite.training.synchronise import make_summarise, make_synchronise
 
 
 def _run(it, compiled, batch, steps):

@@ -17,7 +17,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import ExampleSource, example_ids, examples_hash
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
-from maxtext_lite.training.feed_steps import HeldOutLoss
+from maxtext_lite.training.evaluation import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
 from tests.run_directories import lines_of, write_lines
 from tests.training.conftest import TINY

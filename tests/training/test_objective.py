@@ -15,11 +15,11 @@ from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.parallel import sharding
 from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment_sums
+from maxtext_lite.training.evaluation import EVAL_BATCH_AXES, make_eval_step
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepContext, make_decoder
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
 from tests.meshes import abstract_parameters, mesh_of

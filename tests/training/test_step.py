@@ -16,11 +16,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training.step import (
-    EVAL_BATCH_AXES,
-    make_eval_step,
-    make_summarise,
-)
+from maxtext_lite.training.evaluation import EVAL_BATCH_AXES, make_eval_step
+from maxtext_lite.training.synchronise import make_summarise
 from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS, norm
 
 
