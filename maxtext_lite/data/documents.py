@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from maxtext_lite.config import UserError
-from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     PLAIN_SUFFIXES,
@@ -53,6 +55,10 @@ class Conversations(Protocol):
         """The text of the conversation in a line or row, whose turns are under `key`."""
         ...
 
+    def encode(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
+        """The tokens of such texts, as `TextEncoder.documents`."""
+        ...
+
 
 Document = TypeVar("Document", bound=Sized)
 
@@ -77,7 +83,7 @@ class DocumentReader:
     """Reads the documents of pieces.
 
     Attributes:
-      encoder: for their tokens, as `documents` with `rendered` where a chat template renders them.
+      encoder: of texts.
     Args:
       field: of a line or row, with its text or its turns.
       conversations: renders turns; None: lines and rows have texts.
@@ -85,7 +91,6 @@ class DocumentReader:
 
     def __init__(self, encoder: TextEncoder, field: str = "text", conversations: Conversations | None = None) -> None:
         self.encoder = encoder
-        self.rendered = conversations is not None
         self._field = field
         self._conversations = conversations
         self._optional = conversations.optional if conversations else ()
@@ -119,6 +124,11 @@ class DocumentReader:
         for place, line in lines:
             if line.strip():
                 yield self._document(f"{where}{place}", line)
+
+    def encode(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
+        """The tokens of such documents."""
+        encode = self.encoder.documents if self._conversations is None else self._conversations.encode
+        return encode(texts, dtype)
 
     def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
         """The documents of pieces as they stand, including empty ones.

@@ -2,8 +2,8 @@
 
 Prompts, documents, answers and texts to score all ask here. The tokens that begin texts come first, once. Nothing that
 is continued or scored ends with end-of-text; a document ends with it once. A text from outside, a document or the
-content of a turn, is only characters unless `special_tokens_in_text` says otherwise. What a chat template writes around
-the contents is read with its special tokens.
+content of a turn, is only characters unless `special_tokens_in_text` says otherwise. For what a chat template renders
+there is `hf.turns`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,18 @@ import contextlib
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted, value_text
-from maxtext_lite.data.tokenizer import BREAK, PlacedTokens, Tokenizer, TokenizerKeys
+from maxtext_lite.data.tokenizer import Tokenizer, TokenizerKeys
 
 _CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
 _CHARACTERS_OF_A_BEGINNING = 1000
 LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
-_FIRST_STAND_IN = 0xD800  # halves of surrogate pairs, which no text from a file has
-_STAND_INS = re.compile("[\ud800-\udfff]")
-
-
-Turn = dict[str, str]
-"""{"role": "user", "content": ...}, and possibly "name"; the roles that templates know are system, user, assistant."""
 
 
 class TextKeys(TokenizerKeys, Protocol):
@@ -72,6 +66,9 @@ class TextEncoder:
       begin_ids: the tokens that begin a text, int32; possibly none.
       adds_end: whether documents end with end-of-text.
       in_text: `special_tokens_in_text`.
+      names: how the special tokens are spelled, which must stay characters.
+      spelled: finds these names in a text; `refused`: those that `check` refuses.
+      is_special: bool [vocab_size], whether a token is one of them.
     Raises:
       UserError: the tokenizer has no begin-of-text token for add_bos=true, or does not read special tokens in a text.
     """
@@ -94,16 +91,13 @@ class TextEncoder:
                 "in a text as characters. Nearest that works: special_tokens_in_text=plain."
             )
         self.begin_ids = np.array(begin, np.int32)
-        self._num_spelled = 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
-        self._names = [*filter(None, tokenizer.special_tokens)]
-        self._spelled = self._in_turns = _any_of(self._names)  # what documents, and contents of turns, must not become
-        self._is_special = np.zeros(tokenizer.vocab_size, bool)
-        self._is_special[[tokenizer.special_tokens[name] for name in self._names]] = True
-        if tokenizer.unknown_token in self._names:  # unknown words have it, too
-            self._is_special[tokenizer.special_tokens[tokenizer.unknown_token]] = False
-        self._is_control = self._is_special
-        self._special_like = _any_of(tokenizer.special_like)
+        self.names = [*filter(None, tokenizer.special_tokens)]
+        self.spelled = self.refused = any_of_names(self.names)  # what documents spell, and must not become
+        self.is_special = np.zeros(tokenizer.vocab_size, bool)
+        self.is_special[[tokenizer.special_tokens[name] for name in self.names]] = True
+        if tokenizer.unknown_token in self.names:  # unknown words have it, too
+            self.is_special[tokenizer.special_tokens[tokenizer.unknown_token]] = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -113,7 +107,7 @@ class TextEncoder:
             found["begin_ids"] = self.begin_ids.tolist()
         if not self.adds_end:
             found["add_eos"] = False
-        if self._names and self.in_text != "encode":
+        if self.names and self.in_text != "encode":
             found["special_tokens_in_text"] = self.in_text
         return found
 
@@ -156,28 +150,19 @@ class TextEncoder:
 
     # ---- Documents ----------------------------------------------------------------------------------------------
 
-    def documents(self, texts: Sequence[str], dtype: np.dtype[Any], *, rendered: bool = False) -> EncodedDocuments:
+    def documents(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
         """The tokens of documents; an empty one leaves nothing in the stream.
 
-        Args:
-          rendered: a chat template made them, which writes a begin-of-text itself.
         Raises:
           UserError: a text spells special tokens that it must not spell, or that have no plain characters.
         """
-        if rendered:
-            encoded = self.encode_rendered(texts)
-            num_spelled = self.take_num_spelled()
-        else:
-            encoded, num_spelled = self.encode(texts)
-        finished: list[np.ndarray] = []
-        for token_ids in encoded:
-            if len(token_ids) and self.adds_end:
-                token_ids = self.end(token_ids)
-            if len(token_ids) and not rendered:
-                token_ids = self.begin(token_ids)
-            finished.append(token_ids.astype(dtype))
-        lengths = np.array([len(token_ids) for token_ids in finished], np.int64)
-        return EncodedDocuments(np.concatenate([np.zeros(0, dtype), *finished]), lengths, num_spelled)
+        encoded, num_spelled = self.encode(texts)
+        ended = map(self.ended, encoded)
+        return joined([self.begin(ids) if len(ids) else ids for ids in ended], dtype, num_spelled)
+
+    def ended(self, token_ids: np.ndarray) -> np.ndarray:
+        """The tokens of a document with its end, unless it is empty."""
+        return self.end(token_ids) if len(token_ids) and self.adds_end else token_ids
 
     def encode(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
         """The tokens of each document without beginning and end, and how many special tokens they spell.
@@ -186,10 +171,10 @@ class TextEncoder:
           UserError: as `documents`.
         """
         with self._as_in_documents():
-            encoded = _encode_in_pieces(self.tokenizer, texts)
+            encoded = encode_in_pieces(self.tokenizer, texts)
         if self.in_text != "encode":
             for text, token_ids in zip(texts, encoded, strict=True):
-                self._check_plain(text, token_ids, self._is_special, ())
+                self.check_plain(text, token_ids, self.is_special, ())
         return encoded, sum(map(self.count_spelled, texts))
 
     def first_token(self, text: str) -> str:
@@ -206,11 +191,11 @@ class TextEncoder:
 
     def count_spelled(self, text: str) -> int:
         """How many special tokens a text spells."""
-        return len(self._spelled.findall(text)) if self.tokenizer.special_tokens else 0
+        return len(self.spelled.findall(text)) if self.tokenizer.special_tokens else 0
 
     def check(self, where: str, text: str) -> None:
         """Refuses a text that spells a special token that it must not spell, or cannot; names `where`."""
-        if self.in_text == "refuse" and (found := self._in_turns.search(text)):
+        if self.in_text == "refuse" and (found := self.refused.search(text)):
             raise UserError(f"{where}: {_refusal(found[0])}")
         words = None if self.in_text == "encode" else self._words
         if words and words.search(self.tokenizer.normalize(text)):
@@ -225,114 +210,29 @@ class TextEncoder:
         names = [*filter(None, self.tokenizer.special_tokens)]
         with self.tokenizer.plain():
             encoded = self.tokenizer.encode_documents(names)
-        words = [name for name, token_ids in zip(names, encoded, strict=True) if self._is_special[token_ids].any()]
-        return _any_of(words) if words else None
+        words = [name for name, token_ids in zip(names, encoded, strict=True) if self.is_special[token_ids].any()]
+        return any_of_names(words) if words else None
 
-    def _check_plain(self, text: str, token_ids: np.ndarray, is_control: np.ndarray, written: Sequence[int]) -> None:
-        """Refuses control tokens among those of a text, other than those that a template has written there."""
+    def check_plain(self, text: str, token_ids: np.ndarray, is_control: np.ndarray, written: Sequence[int]) -> None:
+        """Refuses control tokens among those of a text, except those `written` there by a template."""
         for token_id, count in Counter(token_ids[is_control[token_ids]].tolist()).items():
             if count <= written.count(token_id):
                 continue
             name = self.tokenizer.spell(token_id)
             if self.in_text == "refuse":
                 raise UserError(_refusal(name))
-            spelled = f"a text ({value_text(self.reveal(text))}) spells the special token {value_text(name)}"
+            spelled = f"a text ({value_text(text)}) spells the special token {value_text(name)}"
             raise UserError(
                 f"{spelled}, which is also a word of the tokenizer: it cannot be plain characters. "
                 "Nearest that works: special_tokens_in_text=encode."
             )
 
-    def hide_written_by(self, rendered: str) -> None:
-        """Hides in contents of turns also the added tokens that a chat template writes, as in this rendering."""
-        token_ids = set(self.tokenizer.encode(rendered).tolist()) - self.tokenizer.special_ids
-        written = {name: each for name, each in self.tokenizer.special_like.items() if each in token_ids}
-        self._names = [*dict.fromkeys([*self._names, *written])]
-        self._in_turns = _any_of(self._names)
-        self._is_control = self._is_special.copy()
-        self._is_control[[*written.values()]] = True
 
-    def hide(self, where: str, text: str, keep: re.Pattern[str] | None = None) -> str:
-        """The content of a turn, with a `BREAK` between the characters of special tokens that are to be plain.
-
-        A template carries these along; `place` reads the names as characters, and `reveal` spells them again.
-
-        Args:
-          keep: spells those that are special tokens all the same.
-        Raises:
-          UserError: it spells one that it must not spell, or cannot; names `where`.
-        """
-
-        def hide_name(found: re.Match[str]) -> str:
-            if keep and keep.fullmatch(found[0]):
-                return found[0]
-            self._num_spelled += 1
-            if len(found[0]) == 1 and self.in_text == "plain":
-                raise UserError(
-                    f"{where}: a turn has the special token {found[0]}, one character that cannot be plain. Nearest "
-                    "that works: special_tokens_in_text=encode."
-                )
-            return BREAK.join(found[0])
-
-        self.check(where, keep.sub(" ", text) if keep else text)
-        if BREAK in text:
-            raise UserError(f"{where}: a turn has the character U+10FFFF, which no text may have. Remove it.")
-        hidden = self._in_turns.sub(hide_name, text)
-        return text if self.in_text == "encode" else hidden
-
-    def take_num_spelled(self) -> int:
-        """The number of special tokens that contents given to `hide` spell, since the last call."""
-        count = self._num_spelled
-        self._num_spelled = 0
-        return count
-
-    def reveal(self, text: str) -> str:
-        """The text as it was before `hide`."""
-        return text.replace(BREAK, "")
-
-    def check_carried(self, turns: list[Turn], render: Callable[[list[Turn]], str]) -> None:
-        """Refuses turns whose hidden names are not in their rendering where these names would be.
-
-        Raises:
-          UserError: the template cannot carry them.
-        """
-        spelled = [{key: self.reveal(each) for key, each in turn.items()} for turn in turns]
-        if spelled != turns and render(spelled) != self.reveal(render(turns)):
-            raise UserError(
-                "the chat template does not write a special token that a turn spells as plain characters. Nearest that "
-                "works: special_tokens_in_text=encode."
-            )
-
-    def place(self, texts: Sequence[str]) -> list[PlacedTokens]:
-        """The tokens of rendered texts, with their special tokens; what `hide` has hidden is plain characters.
-
-        Raises:
-          UserError: a special token that is to be plain has no plain characters.
-        """
-        others = iter(self.tokenizer.encode_placed([text for text in texts if BREAK not in text]))
-        return [self._place_hidden(text) if BREAK in text else next(others) for text in texts]
-
-    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`place` without the places, faster."""
-        others = iter(_encode_in_pieces(self.tokenizer, [text for text in texts if BREAK not in text]))
-        return [self._place_hidden(text).token_ids if BREAK in text else next(others) for text in texts]
-
-    def _place_hidden(self, text: str) -> PlacedTokens:
-        placed = self.tokenizer.encode_broken(text)
-        written = [self.tokenizer.special_like[name] for name in self._special_like.findall(text)]
-        self._check_plain(text, placed.token_ids, self._is_control, written)
-        return placed
-
-    # ---- Stop strings -------------------------------------------------------------------------------------------
-
-    def stop_strings(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
-        """What to look for in a text that has stand-ins for special tokens; and these, by the ids of the tokens.
-
-        A stop string may spell special tokens, and matches whether a model writes these or their characters.
-        """
-        names = sorted({name for text in texts for name in self._spelled.findall(text)})
-        stand_ins = {name: chr(_FIRST_STAND_IN + number) for number, name in enumerate(names)}
-        marked = [self._spelled.sub(lambda found: stand_ins[found[0]], text) for text in texts]
-        return list(dict.fromkeys([*texts, *marked])), {self.tokenizer.special_tokens[x]: stand_ins[x] for x in names}
+def joined(documents: Sequence[np.ndarray], dtype: np.dtype[Any], num_spelled: int) -> EncodedDocuments:
+    """Documents from the tokens of each."""
+    lengths = np.array([len(token_ids) for token_ids in documents], np.int64)
+    stream = np.concatenate([np.zeros(0, dtype), *(token_ids.astype(dtype) for token_ids in documents)])
+    return EncodedDocuments(stream, lengths, num_spelled)
 
 
 def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[str, ...]:
@@ -341,12 +241,7 @@ def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[st
     return (f"{counted(count, 'special token')} spelled in {where} became {became}.",) if count else ()
 
 
-def without_stand_ins(text: str) -> str:
-    """The text without the stand-ins of special tokens, which are no part of a text."""
-    return _STAND_INS.sub("", text)
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+def any_of_names(names: Iterable[str]) -> re.Pattern[str]:
     """Finds these names, the longest where one begins with another."""
     longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -359,7 +254,7 @@ def _refusal(name: str) -> str:
     )
 
 
-def _encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The token ids of each text; a long text is encoded in pieces."""
     pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
     if all(len(of_text) == 1 for of_text in pieces):

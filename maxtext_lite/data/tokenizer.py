@@ -6,7 +6,6 @@ Every tokenizer has an end-of-text token. It ends each document of the training 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -113,9 +112,6 @@ def pieces(text: str, most: int) -> list[str]:
 # Names of the end-of-text token in published tokenizers, the most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MOST_BYTES = 4  # of a character in UTF-8
-_SEAM = 8  # tokens of a prompt on which the first characters after it depend
 BREAK = "\U0010ffff"
 """Between the characters of a special token's name it makes these plain; Unicode leaves it to programs."""
 _LIKE_SPECIAL = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)  # between signs: <|user|>, [INST]
@@ -210,33 +206,6 @@ class Tokenizer(Protocol):
         """How the vocabulary spells a token, also a special one; "" for an id outside it."""
         ...
 
-    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
-        seam = self._seam(prompt)
-        token_ids = [*token_ids]
-        before = self.decode(seam)
-        whole = self.decode([*seam, *token_ids], skip_special_tokens=skip_special_tokens)
-        if whole.startswith(before):
-            return whole[len(before) :]
-        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
-        """A new decoder for one text, after that of a prompt, that holds back incomplete characters."""
-        return StreamDecoder(self, self._seam(prompt))
-
-    def _seam(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt that are text."""
-        seam: list[int] = []
-        for token_id in reversed(prompt):
-            if len(seam) == _SEAM:
-                break
-            if token_id not in self.special_ids:
-                seam.insert(0, int(token_id))
-        for _ in range(_MOST_BYTES - 1):  # it may begin inside a character of several byte tokens
-            if self.decode(seam).startswith(_REPLACEMENT):
-                seam = seam[1:]
-        return seam
-
 
 class TokenizerKeys(Protocol):
     """The keys of a config that name a tokenizer."""
@@ -313,56 +282,6 @@ class ByteTokenizer(Tokenizer):
         if token_id < 128:
             return chr(token_id)
         return f"<0x{token_id:02X}>" if token_id < 256 else END_OF_TEXT_NAMES[0] if token_id == 256 else ""
-
-
-class StreamDecoder:
-    """Turns tokens that arrive one at a time into text, never splitting a character.
-
-    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of the tokens. The newest tokens are decoded
-    after a few earlier ones on which their text may depend (spaces, joined bytes).
-
-    DecodeStream of the tokenizers library (0.23) takes 0.6 microseconds per token, this 7; but it never returns an
-    incomplete character at the end, and sentencepiece has no equivalent.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = [*before]
-        self._context_start = 0  # the first token to decode again
-        self._emitted_end = len(before)  # tokens before this one have been returned as text
-        self._newest = collections.deque[int](maxlen=_MOST_BYTES)  # tokens with text
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
-        self._ids.append(token_id)
-        if token_id in self._tokenizer.special_ids or token_id >= self._tokenizer.vocab_size:
-            return ""
-        self._newest.append(token_id)
-        # A character of several byte tokens decodes to U+FFFD until its last byte arrives. Some of the newest tokens
-        # are all of it, and fewer than all since the last text.
-        newest = [*self._newest]
-        ends = (self._tokenizer.decode(newest[-count:]) for count in range(1, len(newest) + 1))
-        if all(text.endswith(_REPLACEMENT) for text in ends):
-            return ""
-        text = self._new_text()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._context_start = self._emitted_end
-        self._emitted_end = len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        """The remaining text, an incomplete character as U+FFFD; resets the decoder."""
-        text = self._new_text()
-        self._ids = []
-        self._context_start = 0
-        self._emitted_end = 0
-        self._newest.clear()
-        return text
-
-    def _new_text(self) -> str:
-        context = self._tokenizer.decode(self._ids[self._context_start : self._emitted_end])
-        return self._tokenizer.decode(self._ids[self._context_start :])[len(context) :]
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -13,9 +13,9 @@ import jinja2
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
-from maxtext_lite.data.text_encoder import Turn
 from maxtext_lite.data.tokenizer import CONFIG_FILE, TokenizerKeys, special_tokens
 from maxtext_lite.hf.template import MARKS, ChatEnvironment, UnstatedToken
+from maxtext_lite.hf.turns import Turn
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.hf.chat import ChatTemplate, Turn, check_contents, spoken_parts
+from maxtext_lite.hf.chat import ChatTemplate, check_contents, spoken_parts
+from maxtext_lite.hf.turns import Turn, TurnEncoder
 
 _QUESTION, _ANSWER = "Ask8t0", "Say8t0"
 """Contents of turns that show what the template writes around them."""
@@ -44,7 +44,7 @@ class AnswerFinder:
       encoder: knows the special tokens that close an answer.
     """
 
-    def __init__(self, template: ChatTemplate, encoder: TextEncoder) -> None:
+    def __init__(self, template: ChatTemplate, encoder: TurnEncoder) -> None:
         self._template = template
         self._encoder = encoder
         self._ends = dict[str, str]()  # by what closes the last answer of a conversation

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from maxtext_lite.config import Config
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
-from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.hf.directory import hf_directory
 from maxtext_lite.hf.stop_tokens import stop_tokens
-from maxtext_lite.inference.stream_text import WrittenText
+from maxtext_lite.hf.turns import TurnEncoder
+from maxtext_lite.inference.stream_text import StreamDecoder, WrittenText, marked_stops
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TextTokens:
       stop_token_ids: tokens after which a text ends.
     """
 
-    encoder: TextEncoder
+    encoder: TurnEncoder
     carried: Path | None
     stop_token_ids: tuple[int, ...]
 
@@ -37,7 +37,7 @@ class TextTokens:
         tokenizer = load_tokenizer(config)
         check_vocabulary(tokenizer, config.vocab_size)
         stop = stop_tokens([directory], tokenizer)
-        return cls(TextEncoder(config, tokenizer), hf_directory(directory), stop)
+        return cls(TurnEncoder(config, tokenizer), hf_directory(directory), stop)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -53,5 +53,5 @@ class TextTokens:
           prompt: the tokens of the text that it continues; none for an answer, which is a text by itself.
         """
         stop = self.stop_token_ids if stop_token_ids is None else stop_token_ids
-        strings, stand_ins = self.encoder.stop_strings(stop_strings)
-        return WrittenText(self.tokenizer.stream_decoder(prompt), stop, strings, stand_ins)
+        strings, stand_ins = marked_stops(self.encoder, stop_strings)
+        return WrittenText(StreamDecoder(self.tokenizer, prompt), stop, strings, stand_ins)

@@ -13,7 +13,7 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.rows import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
-from maxtext_lite.data.text_encoder import LONGEST_TAIL, TextEncoder, spelled_notes
+from maxtext_lite.data.text_encoder import LONGEST_TAIL, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
 from maxtext_lite.post_training.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
@@ -212,7 +212,7 @@ def open_answers(
       UserError: a file is missing, a line is invalid, or nothing is left to train on or to hold out.
     """
     del vocab_size
-    renderer = Renderer(config, TextEncoder(config, tokenizer))
+    renderer = Renderer(config, tokenizer)
     lines = list(_read_lines(config, renderer, key, path))
     named = f"{key}={path!r}"
     count = num_held_out(eval_fraction, len(lines), "lines")

@@ -9,24 +9,24 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.text_encoder import EncodedDocuments, TextKeys
 from maxtext_lite.data.text_files import check_unicode
-from maxtext_lite.data.tokenizer import PlacedTokens
+from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 from maxtext_lite.hf.chat import (
     DATE_OF_TRAINING_DATA,
     THINKING_DELIMITERS,
     ChatKeys,
     ChatTemplate,
-    Turn,
     chat_template,
     check_contents,
 )
 from maxtext_lite.hf.learned_answers import AnswerFinder
+from maxtext_lite.hf.turns import Turn, TurnEncoder
 
 ROLES = ("system", "user", "assistant")
 SFT_FIELDS = '"messages", "prompt" and "completion", "conversations", or "instruction" and "output"'
@@ -50,7 +50,7 @@ class Rendered(NamedTuple):
 
     Attributes:
       where: file and line.
-      text: of turns, with the names that `TextEncoder.hide` hides.
+      text: of turns, with the names that `TurnEncoder.hide` hides.
       answers: for each answer, its first character and the one after its last.
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
@@ -84,13 +84,17 @@ class Tokenized(NamedTuple):
     num_spelled: int = 0
 
 
+class RendererKeys(ChatKeys, TextKeys, Protocol):
+    """The keys of a config about the tokens of conversations."""
+
+
 class Renderer:
     """Renders lines as texts; the chat template is loaded with the first turns."""
 
     optional = UNRENDERED
 
-    def __init__(self, config: ChatKeys, encoder: TextEncoder):
-        self._config, self.encoder, self._tokenizer = config, encoder, encoder.tokenizer
+    def __init__(self, config: RendererKeys, tokenizer: Tokenizer):
+        self._config, self.encoder, self._tokenizer = config, TurnEncoder(config, tokenizer), tokenizer
         self._template: ChatTemplate | None = None
         self._finder: AnswerFinder | None = None
 
@@ -172,6 +176,10 @@ class Renderer:
         turns = self._turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
+
+    def encode(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
+        """The tokens of such texts."""
+        return self.encoder.rendered_documents(texts, dtype)
 
     def template_fingerprint(self) -> str:
         """The fingerprint of the chat template."""

@@ -17,7 +17,7 @@ from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
-from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
+from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.post_training.conversations import Rendered, Renderer, refuse_unrendered, turns_under
@@ -83,7 +83,7 @@ def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple
     tokenizer = load_tokenizer(config)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    maker = _PromptMaker(config, tokenizer, Renderer(config, TextEncoder(config, tokenizer)))
+    maker = _PromptMaker(config, tokenizer, Renderer(config, tokenizer))
     if config.dataset_type == "arithmetic":
         return _open_arithmetic(maker)
     lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))

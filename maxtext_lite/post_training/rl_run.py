@@ -13,6 +13,7 @@ from maxtext_lite.config.errors import install_text
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
+from maxtext_lite.inference.stream_text import decode_after
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.post_training.batch import RLBatch
@@ -69,7 +70,7 @@ class RLRun:
         """The text of a response for reward functions, without the stop token."""
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
         before = prompt.token_ids if prompt.is_plain else ()
-        return self.tokenizer.decode_after(before, token_ids, skip_special_tokens=skip_special_tokens)
+        return decode_after(self.tokenizer, before, token_ids, skip_special_tokens=skip_special_tokens)
 
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
         """Samples a response to each request, those of `prompts`; any thread may call it."""

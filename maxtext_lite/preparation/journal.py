@@ -273,7 +273,7 @@ def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], enco
     settings = {name: getattr(config, name) for name in names} | {"tokenizer": encoder.tokenizer.fingerprint}
     settings |= encoder.settings
     if config.chat:
-        settings["chat_template"] = load("documents", "chat")(config, encoder).template_fingerprint()
+        settings["chat_template"] = load("documents", "chat")(config, encoder.tokenizer).template_fingerprint()
     inputs = [dataclasses.asdict(file) for file in files]
     return {"settings": settings, "tasks": len(tasks), "inputs": inputs}
 

@@ -90,7 +90,7 @@ class Workshop:
 
 def document_reader(config: PrepareConfig, encoder: TextEncoder) -> DocumentReader:
     """The reader of the inputs of a config."""
-    conversations = load("documents", "chat")(config, encoder) if config.chat else None
+    conversations = load("documents", "chat")(config, encoder.tokenizer) if config.chat else None
     return DocumentReader(encoder, config.field, conversations)
 
 
@@ -130,7 +130,7 @@ def _written(
         bad += len(documents) - len(texts)
         if bad and not workshop.max_bad_fraction:
             raise UserError([*problems[:-1], f"{problems[-1]} {_HOW_TO_GO_ON}"])
-        encoded = reader.encoder.documents(texts, dtype, rendered=reader.rendered)
+        encoded = reader.encode(texts, dtype)
         lengths.append(encoded.lengths[encoded.lengths > 0])
         empty += len(texts) - len(lengths[-1])
         spelled += encoded.num_spelled

@@ -7,7 +7,6 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.post_training.conversations import Renderer
 
@@ -112,7 +111,7 @@ def renderer(path, template=None, tmp_path=None, *words):
         (tmp_path / "t.jinja").write_text(template)
         overrides.append(f"chat_template={tmp_path / 't.jinja'}")
     config = load_config(None, overrides)
-    return Renderer(config, TextEncoder(config, load_tokenizer(config)))
+    return Renderer(config, load_tokenizer(config))
 
 
 def learned(it, rendered, tokenizer):

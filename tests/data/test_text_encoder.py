@@ -20,7 +20,13 @@ from maxtext_lite.data.documents import (
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
-from maxtext_lite.inference.stream_text import WrittenText
+from maxtext_lite.hf.turns import TurnEncoder
+from maxtext_lite.inference.stream_text import (
+    StreamDecoder,
+    WrittenText,
+    decode_after,
+    marked_stops,
+)
 from maxtext_lite.post_training.conversations import Renderer
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import document_reader
@@ -75,7 +81,7 @@ def config_of(directory, *words):
 
 def encoder_of(directory, *words):
     config = config_of(directory, *words)
-    return TextEncoder(config, load_tokenizer(config))
+    return TurnEncoder(config, load_tokenizer(config))
 
 
 def turns_of(user, assistant):
@@ -91,7 +97,7 @@ def renderer_of(directory, template, *words):
     path.write_text(template)
     words = ["dataset_type=sft", f"chat_template={path}", *words]
     config = config_of(directory, *words)
-    return Renderer(config, TextEncoder(config, load_tokenizer(config)))
+    return Renderer(config, load_tokenizer(config))
 
 
 PAIRS = [("<end>", END), ("<begin>", BEGIN), ("<turn>", TURN)]
@@ -144,7 +150,7 @@ def test_a_document_that_ends_with_end_of_text_gets_no_second_one(tmp_path):
         save(letters(), tmp_path / "t"), "special_tokens_in_text=encode"
     )
     for text in ("To<end>", "To<end>\n", "To"):
-        rendered = encoder.documents([text], UINT16, rendered=True).stream.tolist()
+        rendered = encoder.rendered_documents([text], UINT16).stream.tolist()
         assert rendered.count(END) == 1
     assert encoder.documents(["<begin>To"], UINT16).stream.tolist().count(BEGIN) == 1
 
@@ -207,9 +213,9 @@ def test_a_continuation_keeps_the_space_at_the_seam(tmp_path):
             ([BEGIN, *before], " be not"),
             ([], tokenizer.decode(rest)),
         ):
-            stream = tokenizer.stream_decoder(prompt)
+            stream = StreamDecoder(tokenizer, prompt)
             streamed = "".join([*map(stream.push, rest), stream.flush()])
-            assert streamed == tokenizer.decode_after(prompt, rest) == text
+            assert streamed == decode_after(tokenizer, prompt, rest) == text
 
 
 SPELLED = ["To <turn> be", "<end>", "a<turn><turn>b<begin>"]
@@ -460,8 +466,8 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
 def test_a_stop_string_may_spell_special_tokens(stop, text, tmp_path):
     made = letters()
     encoder = encoder_of(save(made, tmp_path / "t"))
-    strings, stand_ins = encoder.stop_strings([stop])
-    written = WrittenText(encoder.tokenizer.stream_decoder(), (), strings, stand_ins)
+    strings, stand_ins = marked_stops(encoder, [stop])
+    written = WrittenText(StreamDecoder(encoder.tokenizer), (), strings, stand_ins)
     ids = made.encode("be<turn>\nxe").ids
     pieces = [*map(written.push, ids), written.end()]
     assert "".join(pieces) == written.text == text

@@ -7,6 +7,7 @@ import tokenizers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.inference.stream_text import StreamDecoder
 
 # ASCII, accents, CJK, an emoji of several code points, a combining mark, control characters.
 UNICODE = "To be, or not to be—naïve Ærøskøbing 東京 👩‍🚀 é e\u0301\n\ttab\x00 end  two spaces"
@@ -127,7 +128,7 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(
     tokenizer,
 ):
     ids = tokenizer.encode(UNICODE).tolist()
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     for _ in range(2):
         pieces = [decoder.push(i) for i in ids]
         assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
@@ -145,7 +146,7 @@ def test_a_stream_without_text_decodes_a_few_tokens_at_a_time(tokenizer, monkeyp
     )
     half = tokenizer.encode("東").tolist()[:-1]
     ids = [*half, tokenizer.end_of_text_id] * 100 + tokenizer.encode("ab").tolist()
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     pieces = [decoder.push(i) for i in ids]
     assert "".join(pieces) + decoder.flush() == decode(ids)
     assert len(decoded) < 20 * len(ids)

@@ -8,7 +8,6 @@ import shlex
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.post_training.conversations import Renderer
 from maxtext_lite.post_training.prompts import Prompt, open_prompts
@@ -29,7 +28,7 @@ def test_every_line_of_the_tables_is_read(tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     template = f"chat_template={tmp_path / 't.jinja'}"
     config = load_config(None, ["dataset_type=sft", template])
-    renderer = Renderer(config, TextEncoder(config, load_tokenizer(config)))
+    renderer = Renderer(config, load_tokenizer(config))
     lines = [
         json.loads(line)
         for line in re.findall(r"^\| `(\{.*?\})` \|", BEFORE_RL, re.MULTILINE)

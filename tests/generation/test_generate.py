@@ -14,7 +14,7 @@ from maxtext_lite.generate import main, parse_generate_config
 from maxtext_lite.inference import answering
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.inference.sampler import load_on_mesh
-from maxtext_lite.inference.stream_text import StopText, WrittenText
+from maxtext_lite.inference.stream_text import StopText, StreamDecoder, WrittenText
 from maxtext_lite.inference.text_tokens import TextTokens
 
 LOAD = load_on_mesh
@@ -211,7 +211,7 @@ def test_a_text_ends_before_the_first_stop_string(stops, expected):
 
 def test_neither_stop_tokens_nor_stop_strings_are_part_of_a_text():
     def write(tokens, stop_ids=(), stop_strings=()):
-        text = WrittenText(ByteTokenizer().stream_decoder(), stop_ids, stop_strings)
+        text = WrittenText(StreamDecoder(ByteTokenizer()), stop_ids, stop_strings)
         pieces = [text.push(token) for token in tokens]
         assert "".join([*pieces, text.end()]) == text.text
         return text.text
