@@ -68,16 +68,58 @@ class SampledBatch(ABC):
         """Its part of plan.json."""
 
 
-def wants_solving(config: BatchConfig) -> bool:
+def wants_solving(config: Config) -> bool:
     """Whether both keys that split a global batch are to be solved for."""
-    return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
+    is_open = config.per_device_batch_size == -1 == config.gradient_accumulation_steps
+    return is_open and config.stated_global_batch > 0 and not config.batch_schedule
 
 
-def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
-    """The batch that the config states or that follows from global_batch_size, or the rule that it breaks."""
+def split_stage(config: BatchConfig, examples: int, num_devices: int) -> Batch | Refusal:
+    """The split of a batch of batch_schedule, or the rule that it breaks.
+
+    A device has per_device_batch_size examples, or with rampup_mode=per_device_batch_size the most up to that with
+    which micro-batches divide the batch.
+    """
+    per_device = config.per_device_batch_size
+    if per_device == -1:
+        return refuse(config, "per_device_batch_size", "gives batch_schedule no largest micro-batch", 1)
+    most = per_device * num_devices
+    micro = int(most)
+    factors = f"per_device_batch_size={number_text(per_device)} x {counted(num_devices, 'device')}"
+    if config.rampup_mode == "per_device_batch_size":
+        if not micro:
+            return not_whole("per_device_batch_size", per_device, num_devices, examples)
+        micro = max(size for size in divisors(examples) if size <= most)
+    elif most.denominator != 1:
+        return not_whole("per_device_batch_size", per_device, num_devices, examples)
+    elif examples % micro:
+        rule = f"has a stage of {counted(examples, 'example')}, not a multiple of {factors} = {micro}"
+        below = [[threshold, max(stage // micro, 1) * micro] for threshold, stage in config.batch_schedule]
+        above = [[threshold, -(-stage // micro) * micro] for threshold, stage in config.batch_schedule]
+        return refuse(config, "batch_schedule", rule, below, above)
+    return Batch(Fraction(micro, num_devices), examples // micro, micro)
+
+
+def derive_batch(config: Config, num_devices: int) -> Batch | Refusal:
+    """The batch that the config states, or that follows from a stated global batch, or the rule that it breaks."""
     per_device = config.per_device_batch_size
     accumulation = config.gradient_accumulation_steps
-    stated = config.global_batch_size
+    stated = config.stated_global_batch
+    key = "global_batch_size"
+    unit = 1
+    what = ""
+    if config.global_batch_tokens:
+        key = "global_batch_tokens"
+        unit = config.tokens_per_example
+        what = f"of {stated} examples "
+        if broken := _token_violation(config):
+            return broken
+    if config.batch_schedule:
+        target = split_stage(config, stated, num_devices)
+        if isinstance(target, Batch) and accumulation not in (-1, 1, target.gradient_accumulation_steps):
+            rule = f"contradicts the last stage of batch_schedule, of {stated} examples"
+            return refuse(config, "gradient_accumulation_steps", rule, target.gradient_accumulation_steps, -1)
+        return target
     derived = [key for key in ("per_device_batch_size", "gradient_accumulation_steps") if getattr(config, key) == -1]
     if derived and stated == 0:
         nearest = dict.fromkeys(derived, 1)
@@ -101,16 +143,31 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Refusal:
     factors = f"per_device_batch_size={number_text(per_device)} x {counted(num_devices, 'device')}"
     if accumulation == -1:
         if stated % micro:
-            rule = f"is not a multiple of {factors} = {micro} examples"
+            rule = f"{what}is not a multiple of {factors} = {micro} examples"
             sizes = [Fraction(examples, num_devices) for examples in divisors(stated)]
             split = {"per_device_batch_size": around(sizes, per_device)[0]}
-            return refuse(config, "global_batch_size", rule, multiples_around(int(micro), stated)[0], split)
+            return refuse(config, key, rule, multiples_around(int(micro), stated)[0] * unit, split)
         return Batch(per_device, int(stated / micro), int(micro))
     total = int(micro * accumulation)
     if stated not in (0, total):
-        rule = f"contradicts {factors} x gradient_accumulation_steps={accumulation} = {total}"
-        return refuse(config, "global_batch_size", rule, total, {"per_device_batch_size": Fraction(-1)})
+        rule = f"{what}contradicts {factors} x gradient_accumulation_steps={accumulation} = {total}"
+        return refuse(config, key, rule, total * unit, {"per_device_batch_size": Fraction(-1)})
     return Batch(per_device, accumulation, int(micro))
+
+
+def _token_violation(config: Config) -> Refusal | None:
+    """Refuses global_batch_tokens that are not a whole number of examples, or not global_batch_size."""
+    key = "global_batch_tokens"
+    unit = config.tokens_per_example
+    stated = config.global_batch_tokens
+    rows = "" if config.rows_per_example == 1 else f"{config.rows_per_example} rows x "
+    if stated % unit:
+        rule = f"is not a multiple of {rows}max_target_length={config.max_target_length}"
+        return refuse(config, key, rule, *multiples_around(unit, stated))
+    if config.global_batch_size not in (0, stated // unit):
+        rule = f"is {stated // unit} examples, not global_batch_size={config.global_batch_size}"
+        return refuse(config, key, rule, config.global_batch_size * unit, 0)
+    return None
 
 
 def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:

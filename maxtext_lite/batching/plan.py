@@ -21,7 +21,7 @@ from maxtext_lite.batching.schedule import (
     derive_length,
     json_number,
     make_rampup,
-    only_stage,
+    make_stages,
     scale_optimizer,
     scaling_violations,
     scaling_warnings,
@@ -213,9 +213,14 @@ class BatchPlan(Batch):
         return self.length.stages
 
     @property
+    def most_micro_batches(self) -> int:
+        """The largest accumulation of all stages."""
+        return max(stage.gradient_accumulation_steps for stage in self.stages)
+
+    @property
     def ramps_accumulation(self) -> bool:
-        """Whether the number of micro-batches changes during the run; the target's is then the largest."""
-        return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
+        """Whether the number of micro-batches changes during the run."""
+        return any(stage.gradient_accumulation_steps != self.most_micro_batches for stage in self.stages)
 
     def stage_at(self, examples_seen: int) -> BatchStage:
         """The batch sizes of the next step once `examples_seen` examples have been consumed."""
@@ -378,11 +383,12 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
     if (eval_size * num_devices).denominator != 1:
         broken.append(not_whole("eval_per_device_batch_size", eval_size, num_devices))
     readers = legal(loading_hosts(config, topology.num_hosts))
-    ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
+    target = batch if config.batch_schedule else batch or stated_batch(config, num_devices)
+    ramp = make_rampup(config, target, num_devices)
     rampup = legal(ramp)
     stages = None
     if batch and not isinstance(ramp, Refusal):
-        stages = rampup.all_stages if rampup else (only_stage(batch),)
+        stages = rampup.all_stages if rampup else make_stages([(0, batch)])
     length = legal(derive_length(config, stages, None if sampled else num_examples))
     axes = mesh or stated_axes(config)
     replicas = legal(_diloco_replicas(config, axes.total["data"]))
@@ -531,13 +537,14 @@ def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
 
 def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
     """The plan with the FLOPs and memory of a step and the cost of each schedule, as far as what estimates is there."""
-    rows = plan.rows_per_micro_batch
+    largest = max(stage.micro_batch_to_train for stage in plan.stages)
+    rows = plan.rows_per_example * plan.slots_for(largest)
     pieces = plan.num_pipeline_microbatches
     memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
     is_estimated = registry.is_installed("estimate", "memory")
     if is_estimated:
         estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
-        accumulation = plan.gradient_accumulation_steps
+        accumulation = plan.most_micro_batches
         replicas = plan.diloco_num_replicas
         memory = estimate(config, plan.mesh, rows, accumulation, pieces, memory_gb, replicas, accelerator)
         if plan.rl is not None:

@@ -1,7 +1,6 @@
 """What follows from the examples seen: the batch of a ramp, the length of a run, and the learning rate of a batch."""
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +8,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from maxtext_lite.batching.batch import Batch
+from maxtext_lite.batching.batch import Batch, split_stage
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
 from maxtext_lite.config.errors import Refusal, counted, number_text, refuse, short_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
+from maxtext_lite.config.types import MOST_STAGES
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _NO_RAMP = {"enable_rampup_batch_size": False}
-_MOST_INCREMENTS = 1_000  # each is a stage of the plan
 _ENDLESS = 2**62  # steps
 _START = "per_device_batch_size_start"
 _INCREMENT = "per_device_batch_size_increment"
@@ -27,11 +26,14 @@ class BatchStage(Batch):
     """Consecutive steps of one batch size.
 
     Attributes:
+      threshold: examples seen from which on a step takes this stage.
       first_step: number of the first step; the first step of the run is 1, as in metrics.jsonl.
-      num_steps: number of steps; None for the stage that lasts to the end of the run.
+      num_steps: number of steps, 0 where one step of an earlier stage passes the whole stage; None for the stage that
+        lasts to the end of the run.
       samples_before: examples seen when the stage starts.
     """
 
+    threshold: int = 0
     first_step: int = 1
     num_steps: int | None = None
     samples_before: int = 0
@@ -60,92 +62,89 @@ def json_number(value: Any) -> Any:
     return value
 
 
-def only_stage(batch: Batch) -> BatchStage:
-    """The one stage of a run without a ramp."""
-    return BatchStage(batch.per_device_batch_size, batch.gradient_accumulation_steps, batch.micro_batch_to_train)
+def make_stages(batches: Sequence[tuple[int, Batch]]) -> tuple[BatchStage, ...]:
+    """The stages of a run with these thresholds and batches. A step that begins at or past a threshold takes its batch.
+
+    Thresholds rise from 0. No step is cut, and the overshoot of one does not move a later threshold.
+    """
+    stages: list[BatchStage] = []
+    first_step = 1
+    seen = 0
+    ends = [threshold for threshold, _ in batches[1:]]
+    for (threshold, batch), end in itertools.zip_longest(batches, ends):
+        split = (batch.per_device_batch_size, batch.gradient_accumulation_steps, batch.micro_batch_to_train)
+        num_steps = None if end is None else max(-(-(end - seen) // batch.global_batch_to_train), 0)
+        stages.append(BatchStage(*split, threshold, first_step, num_steps, seen))
+        first_step += num_steps or 0
+        seen += stages[-1].samples or 0
+    return tuple(stages)
 
 
 def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
     """The stage of the next step once `examples_seen` examples have been consumed."""
-    return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
+    return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.threshold) - 1]
 
 
 @dataclass(frozen=True)
 class RampupBatchManager:
-    """A ramp that spends an equal share of `global_rampup_samples` at each batch size from the start to the target.
+    """The batch as a function of the examples seen: that of the last stage whose threshold they have reached.
 
-    It keeps no position. Stage k has b_k = start + k x increment and lasts
-    ceil(samples_per_increment / global_batch_to_train) steps; its overshoot does not shorten the next stage. In the
-    mode `per_device_batch_size` the batch of a device is b_k. In the mode `gradient_accumulation_steps` the batch of a
-    device is the target's and the accumulation is A x b_k / target. Both modes have the same global batches.
+    It keeps no position, and batches may rise and fall. Made of `batch_schedule`, or of the four keys of a ramp.
 
     Attributes:
-      num_devices: all devices of the mesh.
-      per_device_batch_size_start: b_0.
-      per_device_batch_size: the target.
-      per_device_batch_size_increment: b_(k+1) - b_k; target - start is a multiple of it.
-      global_rampup_samples: examples of the whole ramp.
-      gradient_accumulation_steps: A, the target's.
-    Raises:
-      ValueError: a stage is not a whole number of examples, or no whole number of increments leads to the target.
+      all_stages: as of `make_stages`; the last is the target.
+      mode: `rampup_mode`, what realises the batch of a stage.
+      samples_per_increment: of a ramp: examples of one increment; a stage ends with the step that reaches them.
     """
 
-    num_devices: int
-    per_device_batch_size_start: Fraction
-    per_device_batch_size: Fraction
-    per_device_batch_size_increment: Fraction
-    global_rampup_samples: int
-    gradient_accumulation_steps: int = 1
-    mode: RampupMode = "per_device_batch_size"
+    all_stages: tuple[BatchStage, ...]
+    mode: RampupMode
+    samples_per_increment: Fraction | None = None
 
-    def __post_init__(self) -> None:
-        start = self.per_device_batch_size_start
-        increment = self.per_device_batch_size_increment
-        if min(start, increment, self.global_rampup_samples, self.per_device_batch_size - start) <= 0:
+    @classmethod
+    def of_ramp(
+        cls,
+        num_devices: int,
+        start: Fraction,
+        target: Fraction,
+        increment: Fraction,
+        samples: int,
+        accumulation: int = 1,
+        mode: RampupMode = "per_device_batch_size",
+    ) -> "RampupBatchManager":
+        """A ramp that spends an equal share of `samples` at each batch size from the start to the target.
+
+        Stage k has b_k = start + k x increment and lasts ceil(share / global_batch_to_train) steps. In the mode
+        `per_device_batch_size` the batch of a device is b_k. In the mode `gradient_accumulation_steps` the batch of a
+        device is the target's and the accumulation is A x b_k / target. Both modes have the same global batches.
+
+        Args:
+          accumulation: A, the target's.
+        Raises:
+          ValueError: a stage is not a whole number, or no whole number of increments leads to the target.
+        """
+        if min(start, increment, samples, target - start) <= 0:
             raise ValueError("a ramp goes up: 0 < start < target, and increment and samples above 0")
-        if ((self.per_device_batch_size - start) / increment).denominator != 1:
-            raise ValueError("the target is not a whole number of increments above the start")
-        unit = self._unit
-        if any((size * unit).denominator != 1 for size in (start, increment)):
-            raise ValueError("a stage has a batch that is not a whole number")
-
-    @property
-    def _unit(self) -> Fraction:
-        """The factor that turns b_k into the count that must be whole: examples or accumulation steps."""
-        if self.mode == "per_device_batch_size":
-            return Fraction(self.num_devices)
-        return self.gradient_accumulation_steps / self.per_device_batch_size
-
-    @property
-    def num_increments(self) -> int:
-        """The number of stages below the target."""
-        return int(
-            (self.per_device_batch_size - self.per_device_batch_size_start) / self.per_device_batch_size_increment
-        )
-
-    @property
-    def samples_per_increment(self) -> Fraction:
-        """Examples of one increment; a stage ends with the step that reaches them."""
-        return Fraction(self.global_rampup_samples, self.num_increments)
-
-    @functools.cached_property
-    def all_stages(self) -> tuple[BatchStage, ...]:
-        """The stages of the ramp, then the one at the target, which lasts to the end of the run."""
-        stages: list[BatchStage] = []
-        first_step = 1
-        seen = 0
-        for index in range(self.num_increments):
-            batch = self._batch_of(self.per_device_batch_size_start + index * self.per_device_batch_size_increment)
-            num_steps = math.ceil(self.samples_per_increment / batch.global_batch_to_train)
-            stages.append(replace(batch, first_step=first_step, num_steps=num_steps, samples_before=seen))
-            first_step = first_step + num_steps
-            seen = seen + num_steps * batch.global_batch_to_train
-        target = self._batch_of(self.per_device_batch_size)
-        return (*stages, replace(target, first_step=first_step, samples_before=seen))
+        unit = Fraction(num_devices) if mode == "per_device_batch_size" else accumulation / target
+        increments = (target - start) / increment
+        if any(number.denominator != 1 for number in (increments, start * unit, increment * unit)):
+            raise ValueError("the increments to the target, or the batch of a stage, are not a whole number")
+        share = samples / increments
+        batches: list[tuple[int, Batch]] = []
+        threshold = 0
+        for index in range(int(increments) + 1):
+            size = start + index * increment
+            if mode == "per_device_batch_size":
+                batch = Batch(size, accumulation, int(size * num_devices))
+            else:
+                batch = Batch(target, int(size * unit), int(target * num_devices))
+            batches.append((threshold, batch))
+            threshold += math.ceil(share / batch.global_batch_to_train) * batch.global_batch_to_train
+        return cls(make_stages(batches), mode, share)
 
     @property
     def stages(self) -> tuple[BatchStage, ...]:
-        """The stages of the ramp, without the target."""
+        """The stages before the target."""
         return self.all_stages[:-1]
 
     @property
@@ -153,19 +152,14 @@ class RampupBatchManager:
         """The stage at the target."""
         return self.all_stages[-1]
 
-    def _batch_of(self, size: Fraction) -> BatchStage:
-        """A stage of b_k = `size`, as if the run consisted of it."""
-        if self.mode == "per_device_batch_size":
-            per_device = size
-            accumulation = self.gradient_accumulation_steps
-        else:
-            per_device = self.per_device_batch_size
-            accumulation = int(size * self._unit)
-        return BatchStage(per_device, accumulation, int(per_device * self.num_devices))
+    @property
+    def num_increments(self) -> int:
+        """The number of stages before the target."""
+        return len(self.stages)
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole ramp."""
+        """Steps before the target."""
         return self.last_stage.first_step - 1
 
     def stage_at(self, examples_seen: int) -> BatchStage:
@@ -206,21 +200,32 @@ class RampupBatchManager:
         }
 
 
-def make_rampup(config: BatchConfig, batch: Batch | None, num_devices: int) -> RampupBatchManager | Refusal | None:
-    """The ramp of a config; None where it is off or its target unknown; or a rule that it breaks."""
-    if batch is None or not config.enable_rampup_batch_size:
+def make_rampup(config: Config, batch: Batch | None, num_devices: int) -> RampupBatchManager | Refusal | None:
+    """The schedule of a config's batch; None where there is one batch or the target is unknown; or a rule it breaks."""
+    if batch is None:
         return None
-    if broken := _ramp_violation(config, batch, num_devices):
-        return broken
-    return RampupBatchManager(
-        num_devices,
-        config.per_device_batch_size_start,
-        batch.per_device_batch_size,
-        config.per_device_batch_size_increment,
-        config.global_rampup_samples,
-        batch.gradient_accumulation_steps,
-        config.rampup_mode,
-    )
+    if config.enable_rampup_batch_size:
+        if broken := _ramp_violation(config, batch, num_devices):
+            return broken
+        return RampupBatchManager.of_ramp(
+            num_devices,
+            config.per_device_batch_size_start,
+            batch.per_device_batch_size,
+            config.per_device_batch_size_increment,
+            config.global_rampup_samples,
+            batch.gradient_accumulation_steps,
+            config.rampup_mode,
+        )
+    if len(config.batch_schedule) < 2:
+        return None
+    unit = config.tokens_per_example if config.batch_schedule_unit == "tokens" else 1
+    batches: list[tuple[int, Batch]] = []
+    for threshold, examples in config.batch_schedule:
+        split = split_stage(config, examples, num_devices)
+        if isinstance(split, Refusal):
+            return split
+        batches.append((-(-threshold // unit), split))
+    return RampupBatchManager(make_stages(batches), config.rampup_mode)
 
 
 def _ramp_violation(config: BatchConfig, batch: Batch, num_devices: int) -> Refusal | None:
@@ -244,13 +249,13 @@ def _ramp_violation(config: BatchConfig, batch: Batch, num_devices: int) -> Refu
             config, _START, f"is not below the target per_device_batch_size={number_text(target)}", *near, _NO_RAMP
         )
     steps = (target - start) / increment
-    if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
+    if steps.denominator == 1 and steps <= MOST_STAGES:
         return None
     whole = int((target - start) / unit)
-    increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
+    increments = [unit * number for number in divisors(whole) if whole // number <= MOST_STAGES]
     rule = (
         f"makes {number_text(steps)} increments of {_START}={number_text(start)} to "
-        f"per_device_batch_size={number_text(target)}, not a whole number of at most {_MOST_INCREMENTS:,}"
+        f"per_device_batch_size={number_text(target)}, not a whole number of at most {MOST_STAGES:,}"
     )
     return refuse(config, _INCREMENT, rule, *around(increments, increment), _NO_RAMP)
 
@@ -290,11 +295,11 @@ class RunLength:
             return 0
         return max(self.stated_examples - self._whole_batches(self.done[1])[1], 0)
 
-    def _ahead(self, examples_seen: int) -> Iterator[tuple[BatchStage, int]]:
+    def ahead(self, examples_seen: int) -> Iterator[tuple[BatchStage, int]]:
         """The stages that are not over, each with its steps from there; the last one is endless."""
         seen = examples_seen
         for stage, following in itertools.pairwise(self.stages):
-            steps = -(-(following.samples_before - seen) // stage.global_batch_to_train)
+            steps = -(-(following.threshold - seen) // stage.global_batch_to_train)
             if steps > 0:
                 yield stage, steps
                 seen += steps * stage.global_batch_to_train
@@ -305,7 +310,7 @@ class RunLength:
         """The stages that are not over, each with the steps and examples that this start has before it and in it."""
         found: list[BatchStage] = []
         step, seen = self.done
-        for stage, steps in self._ahead(seen):
+        for stage, steps in self.ahead(seen):
             num_steps = None if steps == _ENDLESS else steps
             found.append(replace(stage, first_step=step + 1, num_steps=num_steps, samples_before=seen))
             step += steps
@@ -344,7 +349,7 @@ class RunLength:
         """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
         left = steps
         seen = examples_seen
-        for stage, steps_of_stage in self._ahead(examples_seen):
+        for stage, steps_of_stage in self.ahead(examples_seen):
             taken = min(left, steps_of_stage)
             left -= taken
             seen += taken * stage.global_batch_to_train
@@ -359,7 +364,7 @@ class RunLength:
         assert self.stated_examples is not None
         steps = 0
         seen = examples_seen
-        for stage, steps_of_stage in self._ahead(examples_seen):
+        for stage, steps_of_stage in self.ahead(examples_seen):
             fitting = max(self.stated_examples - seen, 0) // stage.global_batch_to_train
             taken = min(fitting, steps_of_stage)
             steps += taken

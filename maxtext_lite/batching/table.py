@@ -196,15 +196,19 @@ def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
     ramp = plan.rampup
     if ramp is None:
         return
-    done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
-    target = number_text(ramp.per_device_batch_size)
-    start = number_text(ramp.per_device_batch_size_start)
-    increment = number_text(ramp.per_device_batch_size_increment)
-    yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
-    each = short_text(ramp.samples_per_increment)
-    yield "samples_per_increment", f"{each} = {ramp.global_rampup_samples} / {ramp.num_increments}"
-    steps = f"{_count(last.first_step - 1 - done, 'step')}{' left' if done else ''}"
-    yield "ramp-up", f"{steps}; rampup_mode={ramp.mode}"
+    done = plan.length.done[0]
+    *stages, last = plan.length.stages_ahead
+    if ramp.samples_per_increment is not None:
+        per_device = plan.per_device_batch_size / plan.global_batch_to_train
+        first, second = (stage.global_batch_to_train * per_device for stage in ramp.all_stages[:2])
+        target, start, increment = map(number_text, (plan.per_device_batch_size, first, second - first))
+        yield "num_increments", f"{ramp.num_increments} = ({target} - {start}) / {increment}"
+        total = short_text(ramp.samples_per_increment * ramp.num_increments)
+        each = short_text(ramp.samples_per_increment)
+        yield "samples_per_increment", f"{each} = {total} / {ramp.num_increments}"
+    name = "batch_schedule" if ramp.samples_per_increment is None else "ramp-up"
+    steps = f"{_count(last.first_step - 1 - done, 'step')}{' left' if done else ''} before the target"
+    yield name, f"{steps}; rampup_mode={ramp.mode}"
     shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
     for stage in shown:
         assert stage.num_steps is not None

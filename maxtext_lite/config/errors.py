@@ -76,8 +76,8 @@ def full_text(value: object) -> str:
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value).items()
         return "{" + ", ".join(f"{full_text(name)}: {full_text(entry)}" for name, entry in entries) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(full_text(entry) for entry in cast("list[object]", value)) + "]"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(full_text(entry) for entry in cast("Sequence[object]", value)) + "]"
     # A line break would end the message, and a control character can do anything to a terminal.
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in without_secrets(str(value)))
 

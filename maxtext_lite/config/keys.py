@@ -22,8 +22,10 @@ from pydantic.fields import FieldInfo
 from maxtext_lite.config.errors import UserError, WrongType, full_text, install_text, value_text
 from maxtext_lite.config.registry import NotInstalled, added_names, load, load_installed, names
 from maxtext_lite.config.types import (
+    AmountOrZero,
     AtLeastOne,
     AutoOrFlag,
+    BatchSchedule,
     BelowHalf,
     Count,
     CountOrMinusOne,
@@ -577,6 +579,9 @@ class BatchConfig(Section):
     per_device_batch_size: ExactOrDerived
     gradient_accumulation_steps: CountOrMinusOne
     global_batch_size: CountOrZero
+    global_batch_tokens: AmountOrZero
+    batch_schedule: BatchSchedule
+    batch_schedule_unit: Literal["examples", "tokens"]
     eval_per_device_batch_size: ExactOrSame
     expansion_factor_real_data: ExactOrOne
     enable_rampup_batch_size: Flag
@@ -928,6 +933,18 @@ class Config(
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:
         """The rules of this kind of run beside those of every config: each gives the Refusal of a config, or None."""
         return ()
+
+    @property
+    def tokens_per_example(self) -> int:
+        """Tokens of all rows of an example."""
+        return self.rows_per_example * self.max_target_length
+
+    @property
+    def stated_global_batch(self) -> int:
+        """Examples per step by global_batch_size, global_batch_tokens or the end of batch_schedule; 0: not stated."""
+        if self.batch_schedule:
+            return self.batch_schedule[-1][1]
+        return self.global_batch_size or self.global_batch_tokens // self.tokens_per_example
 
     @property
     def origins(self) -> Mapping[str, str]:

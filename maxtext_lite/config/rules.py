@@ -57,6 +57,7 @@ class _Idle:
 _IDLE = (
     _Idle(lambda config: not config.lora_rank, "lora_rank", ("lora_alpha", "lora_targets"), 8),
     _Idle(lambda config: not config.num_epochs, "num_epochs", ("last_batch",)),
+    _Idle(lambda config: not config.batch_schedule, "batch_schedule", ("batch_schedule_unit",)),
     _Idle(lambda config: not config.max_loss_spike, "max_loss_spike", ("loss_spike_action",)),
     _Idle(lambda config: config.tokenizer_type == "byte", "tokenizer_type", ("tokenizer_path",), "huggingface"),
     _Idle(lambda config: config.dtype != "float16", "dtype", ("loss_scale",), "float16"),
@@ -376,6 +377,20 @@ def _length(config: Config, defaults: Config) -> Refusal | None:
     return refuse(config, "steps", f"contradicts num_epochs={number_text(epochs)}, from which steps follows", -1)
 
 
+def _batch_schedule(config: Config) -> Refusal | None:
+    """A schedule is the one key that states batches."""
+    if not config.batch_schedule:
+        return None
+    if config.enable_rampup_batch_size:
+        rule = "is beside enable_rampup_batch_size=true, which states a schedule too"
+        return refuse(config, "batch_schedule", rule, {"enable_rampup_batch_size": False}, [])
+    last = config.batch_schedule[-1][1]
+    for key, same in (("global_batch_size", last), ("global_batch_tokens", last * config.tokens_per_example)):
+        if getattr(config, key) not in (0, same):
+            return refuse(config, key, f"contradicts the last stage of batch_schedule, {last} examples", same, 0)
+    return None
+
+
 def _run_name(config: Config) -> Refusal | None:
     if "/" not in config.run_name and config.run_name not in (".", ".."):
         return None
@@ -553,6 +568,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _sparse_mixer,
     unknown_to_kernel,
     _run_name,
+    _batch_schedule,
     _overwrite,
     _scaled_adam,
     _diloco,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,7 @@ from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_
 from maxtext_lite.config.registry import installed_names, names
 
 _LARGEST_EXACT = 10**12
+MOST_STAGES = 1_000  # of a batch schedule, each a stage of the plan
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
 
@@ -138,6 +139,46 @@ def _by_quotes(text: str) -> str:
     return ": the quotes make it text"
 
 
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMB])\Z")
+_THOUSANDS = {"k": 10**3, "M": 10**6, "B": 10**9}
+
+
+def _amount(value: object) -> int:
+    """The whole number that is stated, perhaps in thousands, millions or billions: 15.1k is 15,100."""
+    found = _AMOUNT.match(value) if isinstance(value, str) else None
+    number = exact(value) if found is None else Fraction(found[1]) * _THOUSANDS[found[2]]
+    if number.denominator != 1:
+        raise WrongType("is not a whole number.", _integers_near(number, 0, _LARGEST_EXACT))
+    return int(number)
+
+
+def _batch_schedule(value: object) -> object:
+    """Stages of [threshold, examples] as a tuple; thresholds rise from 0."""
+    if not isinstance(value, list | tuple):
+        raise WrongType("is not a list of stages [threshold, examples], as [[0, 64], [15100, 128]].", [[[0, 64]]])
+    stages: list[tuple[int, int]] = []
+    for entry in cast("list[object]", value):
+        pair = list(cast("list[object]", entry)) if isinstance(entry, list | tuple) else []
+        if len(pair) != 2:
+            raise WrongType(f"has {value_text(entry, 40)}, which is not a stage [threshold, examples].", [[[0, 64]]])
+        try:
+            threshold, examples = map(_amount, pair)
+        except WrongType as wrong:
+            raise WrongType(f"has a stage {value_text(entry, 40)} with a number that {wrong}", [[[0, 64]]]) from None
+        if not 1 <= examples <= _LARGEST_COUNT:
+            raise WrongType(f"has a stage of {examples} examples: 1 to {_LARGEST_COUNT} are legal.", [[[0, 1]]])
+        stages.append((threshold, examples))
+    rising = [[threshold, examples] for threshold, examples in sorted(dict(stages).items())]
+    if stages and stages[0][0] != 0:
+        nearest = [0, stages[0][1]]
+        raise WrongType(f"begins at {stages[0][0]}: the first threshold is 0.", [[nearest, *map(list, stages[1:])]])
+    if len(rising) != len(stages) or rising != [list(stage) for stage in stages]:
+        raise WrongType("has thresholds that do not rise.", [rising])
+    if len(stages) > MOST_STAGES:
+        raise WrongType(f"has {len(stages):,} stages; a run has at most {MOST_STAGES:,}.")
+    return tuple(stages)
+
+
 def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
     """An exact rational above 0, or `special`, which means something else."""
     rule = "must be above 0" + ("" if special is None else f", or {special} ({meaning})")
@@ -247,6 +288,10 @@ LayersOrZero = Annotated[int, Field(ge=0, le=10_000)]
 """A number of layers, or 0."""
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
+AmountOrZero = Annotated[int, BeforeValidator(_amount), Field(ge=0, le=_LARGEST_EXACT)]
+"""An integer of at least 0, which may be stated in k, M or B."""
+BatchSchedule = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_batch_schedule)]
+"""Stages of (threshold, examples) with rising thresholds; empty: none."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port, or 0: none."""
 HangTimeout = Annotated[int, Field(ge=5, le=86400), _or(0)]

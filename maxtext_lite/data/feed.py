@@ -335,24 +335,20 @@ def training_batches(
       excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
       An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
-      ramp's stage; A that of the target batch, whose later micro-batches are empty.
+      stage; A the largest of all stages, whose later micro-batches are empty.
     """
     parts: list[tuple[HostReads, RowLayout]] = []
     host = jax.process_index()
     if balance and not balance.is_on and host > 0:
         balance = None  # host 0 alone measures the imbalance
     while num_steps > 0 or not parts:
-        stage = plan.stage_at(examples_seen)
+        stage, steps = next(plan.length.ahead(examples_seen))
         step_examples = plan.length.step_examples(examples_seen)
-        # A stage ends with the step that reaches its end, wherever a resumed run starts within it.
-        steps = num_steps
-        if stage.samples is not None:
-            left = stage.samples_before + stage.samples - examples_seen
-            steps = min(steps, -(-left // step_examples))
+        steps = min(steps, num_steps)
         while steps > 1 and plan.length.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
             steps -= 1  # a short last batch is a part of its own
         layout = row_layout(
-            (plan.gradient_accumulation_steps, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
+            (plan.most_micro_batches, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
             sharding,
             filled_slots=stage.micro_batch_to_train,
             loading_hosts=plan.loading_hosts,

@@ -127,6 +127,8 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
             "per_device_batch_size": _ITS_BATCH,
             "gradient_accumulation_steps": _ITS_BATCH,
             "global_batch_size": _ITS_BATCH,
+            "global_batch_tokens": _ITS_BATCH,
+            "batch_schedule": _ITS_BATCH,
             "enable_rampup_batch_size": _ITS_BATCH,
             "expansion_factor_real_data": _ITS_BATCH,
             "enable_diloco": _ITS_BATCH,

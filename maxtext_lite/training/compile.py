@@ -229,8 +229,9 @@ class Executables:
     def request_after(self, stage: BatchStage) -> None:
         """`request` for the next stage, if there is one."""
         stages = self._plan.stages
-        for following in stages[stages.index(stage) + 1 :][:1]:
-            self.request(following)
+        later = stages[stages.index(stage) + 1 :]
+        if following := [each for each in later if each.num_steps != 0]:
+            self.request(following[0])
 
     def of(self, stage: BatchStage) -> Built:
         """The compiled step of a stage, once it is ready.
@@ -248,7 +249,7 @@ class Executables:
 
     def _compile(self, slots: int) -> Built:
         num_tokens, fields = self._example
-        sizes = (self._plan.gradient_accumulation_steps, slots, num_tokens)
+        sizes = (self._plan.most_micro_batches, slots, num_tokens)
         where = sharding(self._mesh, TRAIN_BATCH_AXES)
         batch = {name: jax.ShapeDtypeStruct(sizes, field_dtype(name), sharding=where) for name in fields}
         number = None

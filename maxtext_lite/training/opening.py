@@ -141,13 +141,14 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
     devices = start_devices()
     if not registry.is_installed("choose", "split"):
         rule = "per_device_batch_size=-1 (auto) is chosen by maxtext_lite.analysis, which is not installed."
-        per_device = Fraction(config.global_batch_size, len(devices))
+        per_device = Fraction(config.stated_global_batch, len(devices))
         raise UserError(str(Refusal("per_device_batch_size", rule, (per_device,))))
     kind = devices[0].device_kind
     machine = machine_of(devices)
     device = device_of_kind(kind)
     if device and device_memory_gb is None:
         device_memory_gb = device.memory_bytes / 1e9
+    config = config.model_copy(update={"global_batch_size": config.stated_global_batch})
     if config.num_epochs:
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
     topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))

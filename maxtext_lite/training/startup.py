@@ -99,7 +99,7 @@ def _data_notes(run: TrainingRun) -> Iterator[str]:
 def _noise_notes(run: TrainingRun) -> Iterator[str]:
     unknown = why_unknown(
         num_replicas=run.plan.mesh["data"],
-        accumulation=run.plan.gradient_accumulation_steps,
+        accumulation=run.plan.most_micro_batches,
         local_updates=run.parts.local is not None,
         interleaved=run.plan.pipeline_schedule == "1f1b",
     )

@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.batching import BatchStage, RampupBatchManager, RunLength
 
 # One device, 1 -> 4 by 1, 15 samples: 5 steps of 1, 3 of 2, 2 of 3, then 4.
-SEEDS_RAMP = RampupBatchManager(1, Fraction(1), Fraction(4), Fraction(1), 15)
+SEEDS_RAMP = RampupBatchManager.of_ramp(1, Fraction(1), Fraction(4), Fraction(1), 15)
 
 
 def epochs(examples, *, short, stages=SEEDS_RAMP.all_stages):
@@ -64,7 +64,7 @@ def test_the_closed_form_equals_replay_from_anywhere():
         )
         size, increment = Fraction(start, devices), Fraction(stride, devices)
         target = size + rng.randint(1, 4) * increment
-        ramp = RampupBatchManager(
+        ramp = RampupBatchManager.of_ramp(
             devices, size, target, increment, rng.randint(1, 60), rng.randint(1, 2)
         )
         stages = rng.choice([ramp.all_stages, plain(rng.randint(1, 9))])

@@ -35,7 +35,7 @@ def manager(
     accumulation=1,
     mode="per_device_batch_size",
 ):
-    return RampupBatchManager(
+    return RampupBatchManager.of_ramp(
         num_devices,
         Fraction(start),
         Fraction(target),
