@@ -131,7 +131,7 @@ def commands():
 
 
 def test_the_pages_have_the_commands_that_they_should():
-    assert len(commands()) == 19
+    assert len(commands()) == 20
 
 
 @pytest.mark.parametrize(("command", "kind", "text"), commands())
