@@ -9,9 +9,9 @@ from maxtext_lite.config import Config
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.phases import status_line
 from maxtext_lite.console import complain
-from maxtext_lite.data import Balance, examples_hash
+from maxtext_lite.data import examples_hash
 from maxtext_lite.data.excluded import excluded_ids
-from maxtext_lite.data.feed import training_batches
+from maxtext_lite.data.feed import balance_of, training_batches
 from maxtext_lite.data.history import steps_left
 from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
@@ -51,7 +51,7 @@ def read_data(config: Config, *, with_ids: bool) -> None:
         num_steps=num_steps,
         seed=seed,
         worker_count=config.grain_worker_count,
-        balance=Balance.of(config, plan),
+        balance=balance_of(config, plan),
         excluded=excluded,
     ) as batches:
         for step, batch in enumerate(batches, start=1):

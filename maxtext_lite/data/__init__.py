@@ -3,7 +3,6 @@
 The names here need no jax, so that `plan` does not; `feed` and `sources_on_hosts` import it.
 """
 
-from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.rows import REFERENCE, field_dtype
 from maxtext_lite.data.source import Examples, ExampleSource
@@ -12,7 +11,6 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 
 __all__ = [
     "REFERENCE",
-    "Balance",
     "ExampleSource",
     "Examples",
     "Tokenizer",

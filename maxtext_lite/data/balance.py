@@ -42,16 +42,13 @@ class Balance:
     num_slots: int
 
     @classmethod
-    def of(cls, config: Config, plan: BatchPlan) -> Balance | None:
-        """The balance for a run's largest batch; None if no shard waits for another."""
-        replicas = plan.diloco_num_replicas or 1
-        if plan.layout_shards == replicas:
-            return None
+    def of(cls, config: Config, plan: BatchPlan) -> Balance:
+        """The balance for a run's largest batch."""
         return cls(
             is_on=config.balance_attention,
             cost=functools.partial(attended_pairs, config),
             num_shards=plan.layout_shards,
-            num_replicas=replicas,
+            num_replicas=plan.diloco_num_replicas or 1,
             num_pieces=plan.num_pipeline_microbatches,
             num_slots=plan.micro_batch_slots,
         )

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import absl.flags
 import grain
@@ -27,13 +27,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import UserError
-from maxtext_lite.data.balance import Balance
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.order import FILE_ORDER
 from maxtext_lite.data.rows import field_dtype
 from maxtext_lite.data.source import ExampleSource
 from maxtext_lite.parallel import devices_share_threads, over_all_devices
+
+if TYPE_CHECKING:
+    from maxtext_lite.data.balance import Balance
 
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
@@ -311,6 +313,15 @@ class DeviceBatch:
     def num_examples(self) -> int:
         """Examples of the whole step, without empty slots."""
         return len(self.example_ids)
+
+
+def balance_of(config: Config, plan: BatchPlan) -> Balance | None:
+    """The balance for a run's largest batch; None if no shard waits for another."""
+    if plan.layout_shards == (plan.diloco_num_replicas or 1):
+        return None
+    from maxtext_lite.data.balance import Balance
+
+    return Balance.of(config, plan)
 
 
 def training_batches(

@@ -17,8 +17,7 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data import Balance
-from maxtext_lite.data.feed import DeviceBatch, training_batches
+from maxtext_lite.data.feed import DeviceBatch, balance_of, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.training.compile import Executables, ProgramMemory, raising_out_of_memory
 from maxtext_lite.training.evaluation import HeldOutLoss
@@ -69,7 +68,7 @@ class FeedSteps:
             num_steps=run.steps_left(counts),
             seed=run.config.data_shuffle_seed,
             worker_count=run.config.grain_worker_count,
-            balance=Balance.of(run.config, run.plan),
+            balance=balance_of(run.config, run.plan),
             excluded=run.excluded,
         )
 
