@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """
     config, asked, device_memory_gb = read_arguments(argv)
     if asked.rows:
-        from maxtext_lite.data.row_lines import row_lines
+        from maxtext_lite.analysis.row_lines import row_lines
 
         for line in row_lines(config, *asked.bounds):
             print(line, flush=True)

@@ -38,8 +38,8 @@ from maxtext_lite.data.prepared import (
     Manifest,
     manifest_text,
     read_manifest,
-    stored_shard,
 )
+from maxtext_lite.preparation.integrity import stored_shard
 
 BATCH_ROWS = 32
 SHARDS = 4

@@ -14,8 +14,8 @@ from maxtext_lite.data.prepared import (
     MANIFEST_FILE,
     Manifest,
     manifest_text,
-    stored_shard,
 )
+from maxtext_lite.preparation.integrity import stored_shard
 
 
 def write_prepared(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maxtext_lite.data import bucket_directory
+from maxtext_lite.preparation import bucket_directory
 
 
 class Memory:

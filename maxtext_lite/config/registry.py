@@ -42,6 +42,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "out_of_memory": "maxtext_lite.analysis.smaller_step:refusal_of",
     },
     "documents": {"chat": "maxtext_lite.post_training.conversations:Renderer"},
+    "fetch": {"prepared": "maxtext_lite.preparation.fetched:find_prepared"},
     "grouped_matmul": {
         "megablox": "maxtext_lite.kernels.grouped_matmul:on_tpu",
         "tokamax": "maxtext_lite.kernels.grouped_matmul:on_hopper",
@@ -93,6 +94,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `diagnosis`: a sentence on why a step was not finite, or on the nearest step that needs less memory.
 - `documents`: what renders a prepared dataset's documents that are conversations.
 - `estimate`: what a plan says about memory and the time of a step.
+- `fetch`: a function from the path of a prepared dataset in a bucket to where it is read.
 - `hook`: makes a hook, see `training.hooks`: the library's own, and for the key hooks those of other packages.
 - `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,13 +25,11 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, path_below, read_object
-from maxtext_lite.data.cache import file_sha256, map_array, token_dtype
+from maxtext_lite.data.cache import map_array, token_dtype
 
 MANIFEST_FILE = "manifest.json"
 DOCUMENTS_FILE = "documents.i64"
 """Where each document starts in the stream, then the length of the stream: little-endian int64 [documents + 1]."""
-TOKENS_PER_RECORD = 4096
-"""Size of every record of a shard except its last: a row of 2,048 tokens spans at most two records."""
 
 _FORMAT = 1
 END_BYTES = 4096
@@ -124,12 +121,6 @@ class Manifest:
         return {"documents": self.documents, "tokens": self.tokens, "fingerprint": self.fingerprint}
 
 
-def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
-    """The entry of a finished shard, whose whole file is read."""
-    size, ends = size_and_ends(directory / file)
-    return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
-
-
 def size_and_ends(file: Path) -> tuple[int, str]:
     """`Shard.bytes` and `Shard.ends` of a file, without reading the rest of it."""
     with file.open("rb") as opened:
@@ -181,10 +172,7 @@ def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
 _MOST_OPEN_SHARDS = 64
 _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
 _AT_RANDOM = "readahead_buffer_size:0,max_parallelism:0"  # no threads, no read-ahead
-_IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # two requests to a bucket, instead of one for each record
 _READER_BUFFER = 32768  # bytes; the chunk of a record fits
-_RECORDS_AT_A_TIME = 512
-_DOCUMENTS_AT_A_TIME = 2**20
 _AGAIN = "Copy or prepare the data again."
 
 
@@ -291,30 +279,6 @@ def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     return reader
 
 
-def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
-    """`Shard.content` of a shard, whose whole file is read.
-
-    Args:
-      lengths: lengths of its documents, in parts.
-      see: called with every record.
-    Raises:
-      UserError: the file cannot be read, or has another number of records.
-    """
-    content = hashlib.sha256()
-    reader = open_shard(file, records, _IN_ORDER)
-    for part in lengths:
-        content.update(part.astype("<i8").tobytes())
-    try:
-        for start in range(0, records, _RECORDS_AT_A_TIME):
-            for record in reader.read(start, min(start + _RECORDS_AT_A_TIME, records)):
-                content.update(record)
-                see(record)
-        reader.close()
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
-    return content.hexdigest()
-
-
 def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
     """The stream of a prepared dataset, and where each document starts, then its length; int64, memory-mapped.
 
@@ -355,41 +319,3 @@ def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
     if (starts[0], starts[-1]) != (0, manifest.tokens):
         raise UserError(f"{file} covers {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
     return starts
-
-
-def verify(
-    stream: RecordStream, starts: np.ndarray, see: Callable[[np.ndarray], object] = lambda ids: None
-) -> Iterator[str]:
-    """Reads a whole prepared dataset; yields the name of each file that proves correct.
-
-    Args:
-      stream, starts: as from `open_prepared`.
-      see: called with all token ids, a record at a time.
-    Raises:
-      UserError: a file is not what the manifest says; names it.
-    """
-    manifest = stream.manifest
-    document = 0
-    for shard in manifest.shards:
-        file = stream.directory / shard.file
-        if file_sha256(file) != shard.sha256:
-            raise UserError(f"{file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
-        lengths = _lengths(stream, starts, document, document + shard.documents)
-        document += shard.documents
-        content = content_of(
-            file, num_records(shard, manifest), lengths, lambda record: see(np.frombuffer(record, stream.dtype))
-        )
-        if content != shard.content:
-            raise UserError(f"{file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
-        yield shard.file
-    yield DOCUMENTS_FILE
-
-
-def _lengths(stream: RecordStream, starts: np.ndarray, first: int, stop: int) -> Iterator[np.ndarray]:
-    """Tokens of each of these documents, in parts."""
-    for at in range(first, stop, _DOCUMENTS_AT_A_TIME):
-        lengths = np.diff(starts[at : min(at + _DOCUMENTS_AT_A_TIME, stop) + 1])
-        if lengths.min(initial=1) < 1:
-            file = stream.directory / DOCUMENTS_FILE
-            raise UserError(f"{file}: documents do not follow each other from number {at} on.")
-        yield lengths

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.registry import load
 from maxtext_lite.data.cache import IndexPlace
-from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.prepared import open_prepared
 from maxtext_lite.data.sources import Opened, open_rows
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
@@ -22,7 +24,9 @@ def open_prepared_rows(
 ) -> Opened:
     """The rows of a prepared dataset; arguments and errors as of `open_text`."""
     del vocab_size
-    directory, shards = find_prepared(key, path)
+    directory, shards = user_path(path), None
+    if is_bucket(path):
+        directory, shards = load("fetch", "prepared")(key, path)
     stream, starts = open_prepared(key, directory, shards)
     manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
     if manifest.tokenizer != tokenizer.fingerprint:

@@ -12,11 +12,12 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.cache import IndexPlace
-from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.prepared import RecordStream, open_prepared, verify
+from maxtext_lite.data.prepared import RecordStream, open_prepared
 from maxtext_lite.data.rows import FIELDS, BestFitRows, Rows, count_by_length, rows_of
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_lite.preparation.fetched import find_prepared
+from maxtext_lite.preparation.integrity import verify
 from maxtext_lite.preparation.keys import InspectConfig
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}

@@ -28,20 +28,19 @@ from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
-from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import cache_directory, file_sha256, token_dtype
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
-    TOKENS_PER_RECORD,
     Manifest,
     Shard,
     manifest_text,
     read_manifest,
 )
 from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.preparation.bucket_directory import BucketDirectory
 from maxtext_lite.preparation.keys import PrepareConfig
-from maxtext_lite.preparation.shards import Entry, Workshop, check_bad
+from maxtext_lite.preparation.shards import TOKENS_PER_RECORD, Entry, Workshop, check_bad
 from maxtext_lite.preparation.tasks import InputFile, Task
 
 PLAN_FILE = "prepare.json"

@@ -19,14 +19,17 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import partial_name, write_whole
-from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import token_dtype
 from maxtext_lite.data.documents import BadLine, DocumentReader, batches
-from maxtext_lite.data.prepared import TOKENS_PER_RECORD, Shard, content_of, stored_shard
+from maxtext_lite.data.prepared import Shard
 from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.preparation.bucket_directory import BucketDirectory
+from maxtext_lite.preparation.integrity import content_of, stored_shard
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.tasks import InputFile, Task
 
+TOKENS_PER_RECORD = 4096
+"""Size of every record of a shard except its last: a row of 2,048 tokens spans at most two records."""
 _OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records
 _CHARACTERS_AT_ONCE = 2**22  # bounds the memory of the tokenizer library's results
 _DOCUMENTS_AT_ONCE = 4096

@@ -7,15 +7,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data import fetched
-from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import CACHE_VARIABLE, file_sha256
-from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     open_prepared,
 )
+from maxtext_lite.preparation import fetched
+from maxtext_lite.preparation.bucket_directory import BucketDirectory
+from maxtext_lite.preparation.fetched import find_prepared
 from tests.prepared import byte_shards, flipped, write_prepared
 from tests.stores import Memory
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.prepared import open_prepared, verify
+from maxtext_lite.data.prepared import open_prepared
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation import dataset, shards
 from maxtext_lite.preparation.dataset import prepare_dataset
+from maxtext_lite.preparation.integrity import verify
 from maxtext_lite.preparation.keys import PrepareConfig
 from tests.stores import Memory
 

@@ -14,7 +14,6 @@ from maxtext_lite.config.errors import counted, full_text, writing
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 from maxtext_lite.console import complain
-from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import cache_directory, file_sha256, locked
 from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
@@ -26,6 +25,7 @@ from maxtext_lite.data.prepared import (
     size_and_ends,
 )
 from maxtext_lite.data.text_files import json_object
+from maxtext_lite.preparation.bucket_directory import BucketDirectory
 
 _FETCHED_AT_ONCE = 8
 
