@@ -4,8 +4,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
+import yaml
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
@@ -30,50 +32,19 @@ _BASE = dict(parse_mapping(read_text(packaged_directory("configs") / ROOT_FILE))
 DEFAULTS: Keys = {key: _BASE[key].value for key in ModelConfig.model_fields if key not in _ALWAYS_STATED}
 """The keys that a family's config.json has no field for: a directory decides every key."""
 
-WITHOUT_EFFECT = frozenset({
-    # names, versions
-    "_name_or_path", "architectures", "finetuning_task", "model_type", "name", "prefix", "tokenizer_class",
-    "transformers.js_config", "transformers_version",
-    "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
-    "eod_token_id", "pad_id", "org_vocab_size",
-    # tokens and sampling
-    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
-    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-    "temperature", "top_k", "top_p", "typical_p",
-    # what is returned, cached or recomputed, and by which implementation
-    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation",
-    "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pretraining_tp", "return_dict", "torchscript", "use_bfloat16", "use_cache",
-    "max_position_embeddings", "ep_size", "_sliding_window_pattern", "max_sequence_length", "model_max_length",
-    "tokenizer_model_max_length", "tokenizer_padding_side", "use_flash_attn", "_commit_hash",
-    # heads for other tasks
-    "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels", "problem_type", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-    "tie_encoder_decoder", "cross_attention_hidden_size", "num_nextn_predict_layers",
-    # training only: dropout and router losses
-    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout",
-    "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
-    "router_aux_loss_coef", "seq_aux",
-})  # fmt: skip
+TABLE: Mapping[str, Any] = yaml.load(
+    Path(__file__).with_name("families.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader,
+)
+"""families.yml: what families' fields mean, and their tensors."""
+
+WITHOUT_EFFECT = frozenset(name for names in TABLE["without_effect"].values() for name in names.split())
 """Fields that do not change a model's logits."""
 
 WEIGHTS_FIELD = "transformers_weights"
 """The field that names the file with the weights, or its index; transformers then reads no other."""
 
-NEVER_NULL = frozenset({
-    "activation_function", "attention_bias", "attention_multiplier", "attention_out_bias", "attn_scale",
-    "attn_temperature_tuning", "decoder_sparse_step", "embedding_multiplier", "first_k_dense_replace", "floor_scale",
-    "hidden_act", "interleave_moe_layer_step", "intermediate_size_mlp", "is_causal", "layer_norm_eps",
-    "layer_norm_epsilon", "lm_head_bias", "logit_scale", "logits_scaling", "mlp_bias", "moe_layer_end_index",
-    "moe_layer_interval", "moe_layer_start_index", "moe_norm_min", "moe_num_shared_experts",
-    "no_rope_layer_interval", "norm_eps", "norm_epsilon", "norm_topk_prob", "qk_layernorm", "qkv_bias",
-    "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_interleave", "routed_scaling_factor",
-    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "shared_intermediate_size", "swiglu_alpha", "swiglu_limit",
-    "use_parallel_residual", "use_qkv_bias", "use_sliding_window",
-})  # fmt: skip
+NEVER_NULL = frozenset(TABLE["never_null"].split())
 """Fields with a default that transformers does not use for a null: it fails, or null counts as false or 0."""
 
 MOST_LAYERS = 10_000
@@ -127,11 +98,17 @@ class Fields:
         value = self._fields.get("num_hidden_layers")
         return value if is_whole(value, 1, MOST_LAYERS) else 0
 
-    def need(self, name: str, *, key: str = "") -> Any:
-        """The field's value; 1 and a problem if it is missing."""
-        if self.peek(name) is None:
-            self.problems.append(f"{name} is missing.")
-        return self.take(name, 1, key=key)
+    def need(self, *names: str, key: str = "") -> Any:
+        """The value of a field that may have several names, which must agree; 1 and a problem if it is missing."""
+        first, *others = sorted(names, key=lambda name: self.peek(name) is None)
+        if self.peek(first) is None:
+            self.problems.append(f"{first} is missing.")
+        value = self.take(first, 1, key=key)
+        for name in others:
+            other = self.take(name, value)
+            if other != value:
+                self.refuse(name, other, f"contradicts {first}={value_text(value)}.")
+        return value
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1, key: str = "") -> int:
         """The field's value, an integer of at least `least`; `least` and a problem if it is not one."""

@@ -1,7 +1,7 @@
 """Parts of config.json that families are made of: each reads some fields as keys, and writes keys as fields."""
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from maxtext_lite.config.errors import any_of, value_text
@@ -21,109 +21,96 @@ class Part:
         return {}
 
 
-class Rename(Part):
-    """Required fields that are keys under another name."""
-
-    def __init__(self, **keys: str) -> None:
-        self._keys = keys
-
-    def read(self, fields: Fields) -> JsonObject:
-        return {key: fields.need(name, key=key) for name, key in self._keys.items()}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        return {name: getattr(config, key) for name, key in self._keys.items()}
+_REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Defaulted(Part):
-    """A field with a default that is a key under another name."""
+class Field(Part):
+    """A field that is a key, maybe under another name.
+
+    Attributes:
+      key: "": none, and the default is written.
+      default: of a missing field; a field without one is required.
+      values: the field's values, each with the key's; {}: they are the key's.
+      if_null: the key's value where the field is null.
+      power: the field is this power of the key.
+      aliases: other names of a required field, which must agree with it.
+    """
 
     name: str
-    key: str
-    default: object
+    _: KW_ONLY
+    key: str = ""
+    default: object = _REQUIRED
+    values: Mapping[Any, object] = field(default_factory=dict[Any, object])
+    if_null: object = None
+    power: float = 0
+    aliases: Sequence[str] = ()
 
     def read(self, fields: Fields) -> JsonObject:
-        return {self.key: fields.take(self.name, self.default, key=self.key)}
+        if self.default is _REQUIRED:
+            value = fields.need(self.name, *self.aliases, key=self.key)
+        elif self.if_null is not None and fields.is_null(self.name):
+            value = fields.take(self.name, self.if_null, key=self.key)
+        else:
+            value = fields.take(self.name, self.default, key=self.key)
+        if self.values:
+            value = self._meaning(fields, value)
+        if self.power:
+            value = self._base(fields, value)
+        return {self.key: value} if self.key else {}
+
+    def _meaning(self, fields: Fields, value: object) -> object:
+        for stated, meaning in self.values.items():
+            if value == stated and isinstance(value, bool) == isinstance(stated, bool):
+                return meaning
+        known = any_of([value_text(each) for each in self.values])
+        fields.refuse(self.name, value, f"cannot be expressed: it must be {known}.")
+        return self.values[self.default]
+
+    def _base(self, fields: Fields, value: Any) -> float:
+        if not is_real(value) or not value:
+            fields.refuse(self.name, value, "is not a number above 0.")
+            return 1.0
+        base = float(value) ** (1 / self.power)
+        return base if self.power == -1 else _rounded(base)
 
     def write(self, config: ModelConfig) -> JsonObject:
-        return {self.name: getattr(config, self.key)}
-
-
-class OrNull(Defaulted):
-    """A field that is a key under another name, null where the key is 0: off."""
-
-    def read(self, fields: Fields) -> JsonObject:
-        unstated = 0.0 if fields.is_null(self.name) else self.default
-        return {self.key: fields.take(self.name, unstated, key=self.key)}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        return {self.name: getattr(config, self.key) or None}
-
-
-@dataclass(frozen=True)
-class Choice(Part):
-    """A field whose values have other names as values of a key; of two that mean the same, the first is written."""
-
-    name: str
-    key: str
-    default: object
-    values: Mapping[Any, object]
-
-    def read(self, fields: Fields) -> JsonObject:
-        value = fields.take(self.name, self.default, key=self.key)
-        known = list(self.values)
-        if value not in known or type(value) is not type(known[0]):
-            fields.refuse(self.name, value, f"is none of {any_of([value_text(each) for each in known])}.")
-            value = self.default
-        return {self.key: self.values[value]}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        meant = getattr(config, self.key)
-        if self.values[self.default] == meant:
+        if not self.key:
             return {self.name: self.default}
-        return {self.name: next((value for value, key in self.values.items() if key == meant), meant)}
+        value = getattr(config, self.key)
+        if self.key == "query_pre_attn_scalar":
+            value = value or config.head_dim  # 0 means head_dim
+        if self.values:
+            known = [stated for stated in (self.default, *self.values) if self.values[stated] == value]
+            value = known[0] if known else self.default
+        elif self.power:
+            value = _rounded(value**self.power)
+        elif value == self.if_null:
+            value = None
+        elif isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return dict.fromkeys((self.name, *self.aliases), value)
 
 
-def switch(name: str, key: str, on: object, off: object, *, default: bool = False) -> Choice:
-    """A field that is true or false, and a key with a value for each."""
-    return Choice(name, key, default, {True: on, False: off})
+def is_real(value: object) -> bool:
+    """Whether a field's value is a number from 0 to 1e15."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
 
 
-def attention_biases(name: str, which: str, *, default: bool = False) -> Choice:
-    """Whether attention's projections have biases."""
-    return switch(name, "attention_bias", which, "none", default=default)
+def _rounded(value: float) -> float:
+    """To 12 digits: far finer than float32, and few enough that the inverse gives the original number."""
+    return float(f"{value:.12g}")
 
 
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu", "relu2": "relu_squared", "xielu": "xielu",
-}  # fmt: skip
+@dataclass(frozen=True)
+class Ignored(Part):
+    """A field of the family that transformers does not read."""
 
-
-def activation(name: str, default: str) -> Choice:
-    """The mlp's activation."""
-    return Choice(name, "mlp_activation", default, _ACTIVATIONS)
-
-
-class Every(Part):
-    """One key under several names, which must agree."""
-
-    def __init__(self, *names: str, key: str) -> None:
-        self._names = names
-        self._key = key
+    name: str
 
     def read(self, fields: Fields) -> JsonObject:
-        first, *others = sorted(self._names, key=lambda name: fields.peek(name) is None)
-        value = fields.need(first, key=self._key)
-        for name in others:
-            other = fields.take(name, value)
-            if other != value:
-                fields.refuse(name, other, f"contradicts {first}={value_text(value)}.")
-        return {self._key: value}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        return dict.fromkeys(self._names, getattr(config, self._key))
+        fields.drop([self.name])
+        return {}
 
 
 class Fixed(Part):
@@ -134,71 +121,6 @@ class Fixed(Part):
 
     def read(self, fields: Fields) -> JsonObject:
         return self._values
-
-
-@dataclass(frozen=True)
-class Only(Part):
-    """A field that must have one value, the one that maxtext_lite computes; with `key`, also that key's value."""
-
-    name: str
-    value: object
-    _: KW_ONLY
-    key: str = ""
-
-    def read(self, fields: Fields) -> JsonObject:
-        value = fields.take(self.name, self.value)
-        if value != self.value or isinstance(value, bool) != isinstance(self.value, bool):
-            fields.refuse(self.name, value, f"cannot be expressed: it must be {value_text(self.value)}.")
-        return {self.key: self.value} if self.key else {}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        return {self.name: self.value}
-
-
-class Ignored(Part):
-    """Fields of the family that transformers does not read."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def read(self, fields: Fields) -> JsonObject:
-        fields.drop(self._names)
-        return {}
-
-
-def is_real(value: object) -> bool:
-    """Whether a field's value is a number from 0 to 1e15."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
-
-
-@dataclass(frozen=True)
-class Inverse(Part):
-    """A field that is a power of a key: with -1, one over it.
-
-    Attributes:
-      power: -1, or -0.5 if the field multiplies scores and the key's square root divides them.
-    """
-
-    name: str
-    key: str
-    power: float = -1
-
-    def read(self, fields: Fields) -> JsonObject:
-        value = fields.take(self.name, 1.0, key=self.key)
-        if not is_real(value) or not value:
-            fields.refuse(self.name, value, "is not a number above 0.")
-            value = 1
-        meant = float(value) ** (1 / self.power)
-        return {self.key: meant if self.power == -1 else _rounded(meant)}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        value = getattr(config, self.key) or config.head_dim  # query_pre_attn_scalar=0 means head_dim
-        return {self.name: _rounded(value**self.power)}
-
-
-def _rounded(value: float) -> float:
-    """To 12 digits: far finer than float32, and few enough that the inverse gives the original number."""
-    return float(f"{value:.12g}")
 
 
 # ---- Attention and experts ------------------------------------------------------------------------------------------
@@ -266,17 +188,6 @@ class LearnedPositions(Part):
             "n_inner": config.base_mlp_dim,
             "n_positions": max(config.trainable_position_size, 1),
         }
-
-
-class QueryScalar(Part):
-    """Gemma's number whose square root divides the scores."""
-
-    def read(self, fields: Fields) -> JsonObject:
-        return {"query_pre_attn_scalar": fields.take("query_pre_attn_scalar", 256, key="query_pre_attn_scalar")}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        scalar = config.query_pre_attn_scalar or config.head_dim
-        return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
 class LatentWidths(Part):

@@ -43,7 +43,8 @@ class Fault:
                 f"{self.name}: {self.file} has its lines {found} times. Port the fault to the new source."
             )
         planted = text.replace(self.old, self.new)
-        ast.parse(planted)
+        parse = ast.parse if path.suffix == ".py" else yaml.safe_load
+        parse(planted)
         path.write_text(planted)
         return text
 
