@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.config import UserError, load_config, registry
+from maxtext_lite.models.decoding import cache_axes, decode, new_cache
 from maxtext_lite.training import train
 from maxtext_lite.training.state import make_plain_decoder
 from tests.processes import quick_python, run_launched
@@ -173,13 +174,13 @@ def test_decoding_with_the_state_gives_the_logits_of_the_whole_sequence(pattern)
     def run(params):
         whole = decoder.hidden(params, tokens, np.ones_like(tokens), position)
         none = jnp.zeros(2, jnp.int32)
-        cache = decoder.new_cache(2, 16)
-        _, cache = decoder.decode(params, prompt, none, cache, jnp.asarray(lengths))
+        cache = new_cache(decoder, 2, 16)
+        _, cache = decode(decoder, params, prompt, none, cache, jnp.asarray(lengths))
 
         def step(cache, added):
             at = lengths + added
             token_B1 = jnp.asarray(tokens)[jnp.arange(2), at][:, None]
-            x, cache = decoder.decode(params, token_B1, at, cache)
+            x, cache = decode(decoder, params, token_B1, at, cache)
             return cache, x[:, 0]
 
         return whole, jax.lax.scan(step, cache, jnp.arange(total - 7))[1]
@@ -189,8 +190,8 @@ def test_decoding_with_the_state_gives_the_logits_of_the_whole_sequence(pattern)
         assert_allclose(
             steps[:, row], whole[row, length : length + 5], rtol=1e-4, atol=1e-5
         )
-    axes = jax.tree.map(len, decoder.cache_axes, is_leaf=lambda x: type(x) is tuple)
-    cache = jax.eval_shape(lambda: decoder.new_cache(2, 16))
+    axes = jax.tree.map(len, cache_axes(decoder), is_leaf=lambda x: type(x) is tuple)
+    cache = jax.eval_shape(lambda: new_cache(decoder, 2, 16))
     assert axes == jax.tree.map(lambda x: x.ndim, cache)
 
 

@@ -15,7 +15,7 @@ from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.inference.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.inference.stream_text import TimedTokens, WrittenText
 from maxtext_lite.inference.text_tokens import TextTokens
-from maxtext_lite.models import Sampling
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import start_devices
 
 Turns = list[dict[str, str]]

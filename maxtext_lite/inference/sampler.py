@@ -14,7 +14,9 @@ from maxtext_lite.config.errors import nearest_clause, value_text
 from maxtext_lite.hf.adapter import adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.weights import load_hf_parameters
-from maxtext_lite.models import Decoder, KVCache, Sampling, root_key, sample_token
+from maxtext_lite.models import Decoder, root_key
+from maxtext_lite.models.cache import KVCache
+from maxtext_lite.models.decoding import Sampling, decode, new_cache, sample_token
 from maxtext_lite.parallel import MESH_AXES, Params, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
@@ -162,7 +164,7 @@ class Sampler:
         sampling: Sampling,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """`first_token` with a new cache, made inside the jitted function so that it is sharded as attention needs."""
-        cache = self._decoder.new_cache(token_BT.shape[0], num_positions)
+        cache = new_cache(self._decoder, token_BT.shape[0], num_positions)
         return first_token(self._decoder, params, token_BT, cache, length_B, key_B, sampling=sampling)
 
 
@@ -184,7 +186,7 @@ def first_token(
       cache: empty.
       key_B: of all draws of a sequence; each draw folds in the token's position.
     """
-    x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache, length_B)
+    x_BTD, cache = decode(decoder, params, token_BT, jnp.zeros_like(length_B), cache, length_B)
     last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
     return *_draw(decoder, params, last_BTD, length_B, key_B, sampling, scored_at), cache
 
@@ -201,7 +203,7 @@ def next_token(
     scored_at: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """The token after token_B, for sequences whose `length_B` tokens before it are in the cache; see `first_token`."""
-    x_BTD, cache = decoder.decode(params, token_B[:, None], length_B, cache)
+    x_BTD, cache = decode(decoder, params, token_B[:, None], length_B, cache)
     return *_draw(decoder, params, x_BTD, length_B + 1, key_B, sampling, scored_at), cache
 
 

@@ -20,7 +20,8 @@ from maxtext_lite.inference.questions import Scored, accuracy, continued, perple
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.inference.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.inference.text_tokens import TextTokens
-from maxtext_lite.models import Decoder, Sampling
+from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import Params, start_devices
 from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
 

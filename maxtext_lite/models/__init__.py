@@ -15,7 +15,6 @@ The names of arrays of rank 2 and more end in one letter per dim (global sizes),
 from maxtext_lite.config.weights import is_matrix, num_inputs, per_tensor_axes, unstacked
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
-from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.layers import Block, DecoderLayer
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.ops import soft_capped
@@ -33,9 +32,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderShape",
     "ExpertShape",
-    "KVCache",
     "Lora",
-    "Sampling",
     "Scoring",
     "Stream",
     "empty_aux",
@@ -45,7 +42,6 @@ __all__ = [
     "num_inputs",
     "per_tensor_axes",
     "root_key",
-    "sample_token",
     "soft_capped",
     "stream_axes",
     "unstacked",

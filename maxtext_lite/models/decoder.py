@@ -1,6 +1,5 @@
 """The decoder: stacked and scanned layers, as pure functions of a nested dict of parameters."""
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -14,9 +13,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
-from maxtext_lite.config.weights import WeightTable, end_weights, is_matrix, layer_kind, part_of
+from maxtext_lite.config.weights import end_weights, is_matrix, part_of
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.decoding import CachedAttend, KVCache, Memory
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
@@ -25,11 +23,13 @@ from maxtext_lite.models.layers import (
     DecoderLayer,
     Embedding,
     Head,
+    Memory,
     Norm,
     OutputHead,
     projected,
     query_factor,
     scaled_queries,
+    state_table,
 )
 from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joined, new_adapters, with_merged_experts
 from maxtext_lite.models.ops import Rotation, soft_capped
@@ -145,6 +145,12 @@ def _in_runs(
         period = next(p for p in range(1, len(run) + 1) if run[p:] == run[: len(run) - p])
         carry = scan_pattern(layer, run[:period], carry, {name: part})
     return carry
+
+
+def first_states(shape: DecoderShape, kind: str, *sizes: int) -> dict[str, Array]:
+    """What layers of a kind without attention keep before the first token, float32 [*sizes, ...] by name."""
+    table = state_table(shape, kind)
+    return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
 
 
 class Stream(NamedTuple):
@@ -333,18 +339,18 @@ class Decoder:
         """
         if not self.shape.num_dense_layers:
             return stream
-        return self._scan(params["dense_layers"], stream, self._attend_to(stream), first=0)[0]
+        return self.scan_layers(params["dense_layers"], stream, self._attend_to(stream), first=0)[0]
 
     def layers(self, layer_params: Params, stream: Stream) -> Stream:
         """The stream after a stack of layers: all of `params["layers"]`, or some consecutive ones."""
-        return self._scan(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
+        return self.scan_layers(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
     def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
         """The attention or memory of each kind of layer over the stream's own tokens; it keeps nothing."""
 
         def of_layer(kind: str, layer: Any, cache: None) -> Attend | Memory:
             if mixer_of(kind) == kind:
-                zeros = {name: x[0] for name, x in self._states(kind, 1, stream.segment_BT.shape[0]).items()}
+                zeros = first_states(self.shape, kind, stream.segment_BT.shape[0])
                 return Memory(stream.segment_BT, stream.position_BT, zeros, kind)
             segment_BT = stream.segment_BT
             scoring = self.shape.scoring(kind)
@@ -366,82 +372,6 @@ class Decoder:
         """The output projection's input: the last layer's hidden states [B, T, D], normed."""
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
-    def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
-        """An empty cache of all layers, in `dtype`, for sequences of at most this many tokens."""
-        shape = self.shape
-        num_heads = shape.num_kv_heads
-        key_dim = shape.head_dim
-        value_dim = shape.head_dim
-        if shape.latent is not None:
-            num_heads = 1
-            key_dim = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
-            value_dim = None
-        layers_of = shape.layers_of
-        sizes = (len(layers_of.get("attention", ())), num_sequences, num_heads, num_positions)
-        cache = KVCache.empty(sizes, key_dim, value_dim, shape.dtype)
-        states = {kind: self._states(kind, len(layers_of[kind]), num_sequences) for kind in self._kinds_with_state}
-        return cache._replace(states=states)
-
-    @property
-    def cache_axes(self) -> KVCache:
-        """Logical axes of the cache; latent attention's one head is on all devices that share its queries."""
-        axes: Any = (None, "batch", None if self.shape.latent else "activation_heads", None, None)
-        states: Any = {
-            kind: {name: (None, "batch", *weight.axes) for name, weight in self._state_table(kind).items()}
-            for kind in self._kinds_with_state
-        }
-        return KVCache(axes, None if self.shape.latent else axes, states)
-
-    @property
-    def _kinds_with_state(self) -> list[str]:
-        return [mixer for mixer in self.shape.layers_of if mixer != "attention"]
-
-    def _state_table(self, kind: str) -> WeightTable:
-        layer = layer_kind(kind)
-        assert layer is not None
-        return layer.state(self.shape)
-
-    def _states(self, kind: str, num_layers: int, num_sequences: int) -> dict[str, Array]:
-        """The states of layers of a kind before the first token, [L, B, ...]."""
-        table = self._state_table(kind)
-        sizes = (num_layers, num_sequences)
-        return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
-
-    def decode(
-        self, params: Params, token_BT: Array, start_B: Array, cache: KVCache, count_B: Array | None = None
-    ) -> tuple[Array, KVCache]:
-        """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
-
-        A rotation that follows the length uses the length so far; keys in the cache keep theirs.
-
-        Args:
-          count_B: how many of the T are tokens; None: all. Padding follows them: later tokens overwrite its keys, and
-            no earlier token attends to them.
-        """
-        assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
-        place_1T = jnp.arange(token_BT.shape[1])[None, :]
-        position_BT = start_B[:, None] + place_1T
-        segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
-        layers_of = self.shape.layers_of
-
-        def of_layer(kind: str, number: Array, cache: KVCache) -> Attend | Memory:
-            mixer = mixer_of(kind)
-            layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
-            if mixer != "attention":
-                state = {name: all_LB[layer] for name, all_LB in cache.states[kind].items()}
-                return Memory(segment_BT, position_BT, state, kind, cache, layer)
-            scoring = self.shape.scoring(kind)
-            scoring = dataclasses.replace(scoring, scale=scoring.scale_of(self.shape.head_dim))
-            return CachedAttend(position_BT, cache, layer, scoring)
-
-        first = self.shape.num_dense_layers
-        stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
-        if first:
-            stream, cache = self._scan(params["dense_layers"], stream, of_layer, first=0, cache=cache)
-        # A capacity is for training: here a token's output would depend on how many are decoded at once.
-        stream, cache = self._scan(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
-        return self.final_norm(params, stream.x_BTD), cache
-
     def head(self, params: Params) -> Array:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
@@ -456,14 +386,14 @@ class Decoder:
         logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
 
-    def _scan(
+    def scan_layers(
         self,
         layer_params: Params,
         stream: Stream,
         attend_of: Callable[[str, Any, Any], Attend | Memory],
         *,
         first: int,
-        cache: KVCache | None = None,
+        cache: Any = None,
         drop: bool = True,
     ) -> tuple[Stream, Any]:
         """The stream and the cache after a stack of layers, scanned a whole pattern of kinds at a time.

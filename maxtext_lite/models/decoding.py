@@ -1,175 +1,86 @@
-"""Decoding token by token: the key/value cache, attention over it, and sampling of the next token."""
+"""Decoding token by token: the decoder over a cache, and sampling of the next token."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
-from maxtext_lite.models.attention import PLAIN, Scoring
+from maxtext_lite.config.keys import mixer_of
+from maxtext_lite.models.cache import CachedAttend, KVCache
+from maxtext_lite.models.decoder import Decoder, Stream, first_states
+from maxtext_lite.models.layers import Attend, Memory, state_table
+from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.parallel import Params
 
-_QUERIES = 512
+
+def new_cache(decoder: Decoder, num_sequences: int, num_positions: int) -> KVCache:
+    """An empty cache of all layers, in `dtype`, for sequences of at most this many tokens."""
+    shape = decoder.shape
+    num_heads = shape.num_kv_heads
+    key_dim = shape.head_dim
+    value_dim = shape.head_dim
+    if shape.latent is not None:
+        num_heads = 1
+        key_dim = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+        value_dim = None
+    layers_of = shape.layers_of
+    sizes = (len(layers_of.get("attention", ())), num_sequences, num_heads, num_positions)
+    cache = KVCache.empty(sizes, key_dim, value_dim, shape.dtype)
+    states = {kind: first_states(shape, kind, len(layers_of[kind]), num_sequences) for kind in _kinds_with_state(shape)}
+    return cache._replace(states=states)
 
 
-class KVCache(NamedTuple):
-    """Keys [L, B, K, S, H] and values [L, B, K, S, W] of the tokens seen so far.
+def cache_axes(decoder: Decoder) -> KVCache:
+    """Logical axes of the cache; latent attention's one head is on all devices that share its queries."""
+    shape = decoder.shape
+    axes: Any = (None, "batch", None if shape.latent else "activation_heads", None, None)
+    states: Any = {
+        kind: {name: (None, "batch", *weight.axes) for name, weight in state_table(shape, kind).items()}
+        for kind in _kinds_with_state(shape)
+    }
+    return KVCache(axes, None if shape.latent else axes, states)
 
-    A head's positions are contiguous, in the order in which attention reads them. Latent attention has one kv head for
-    all queries, whose values are the first dims of its keys: `value` is None. On a CPU two-byte numbers are stored as
-    their bits, uint16: XLA would cast a whole cache to float32 to write one token's bfloat16 into it, in every layer.
 
-    Attributes:
-      states: [L, B, ...] of layers without attention, by kind and name; L counts the layers of a kind, as above.
+def _kinds_with_state(shape: DecoderShape) -> list[str]:
+    return [mixer for mixer in shape.layers_of if mixer != "attention"]
+
+
+def decode(
+    decoder: Decoder, params: Params, token_BT: Array, start_B: Array, cache: KVCache, count_B: Array | None = None
+) -> tuple[Array, KVCache]:
+    """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
+
+    A rotation that follows the length uses the length so far; keys in the cache keep theirs.
+
+    Args:
+      count_B: how many of the T are tokens; None: all. Padding follows them: later tokens overwrite its keys, and
+        no earlier token attends to them.
     """
+    assert decoder.pipeline is None, "a cache belongs to all layers, a stage has some"
+    place_1T = jnp.arange(token_BT.shape[1])[None, :]
+    position_BT = start_B[:, None] + place_1T
+    segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
+    layers_of = decoder.shape.layers_of
 
-    key: Array
-    value: Array | None
-    states: dict[str, dict[str, Array]] = {}  # noqa: RUF012
+    def of_layer(kind: str, number: Array, cache: KVCache) -> Attend | Memory:
+        mixer = mixer_of(kind)
+        layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
+        if mixer != "attention":
+            state = {name: all_LB[layer] for name, all_LB in cache.states[kind].items()}
+            return Memory(segment_BT, position_BT, state, kind, cache, layer)
+        scoring = decoder.shape.scoring(kind)
+        scoring = dataclasses.replace(scoring, scale=scoring.scale_of(decoder.shape.head_dim))
+        return CachedAttend(position_BT, cache, layer, scoring)
 
-    @staticmethod
-    def empty(sizes: tuple[int, ...], key_dim: int, value_dim: int | None, dtype: DTypeLike) -> "KVCache":
-        """A cache of zeros.
-
-        Args:
-          sizes: the layers, the sequences, the kv heads and the most tokens of a sequence.
-        """
-        if jnp.dtype(dtype).itemsize == 2 and jax.default_backend() == "cpu":
-            dtype = jnp.uint16
-        value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
-        return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
-
-    def grown(self, num_positions: int) -> "KVCache":
-        """The cache with room for sequences of at most this many tokens, more than before."""
-
-        def grown(x_LBKSH: Array) -> Array:
-            more = num_positions - x_LBKSH.shape[3]
-            return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
-
-        return self._replace(key=grown(self.key), value=None if self.value is None else grown(self.value))
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The tokens of a layer without attention, and what it keeps of those before them.
-
-    Attributes:
-      segment_BT: document number of each token, 0 for padding, which changes no state. With a cache all tokens continue
-        one document.
-      position_BT: position of each token in its document.
-      state: after the tokens before these, float32 [B, ...] by name: zeros in training and at first.
-      cache: None: nothing is kept.
-      kind, layer: the layer's place in the cache.
-    """
-
-    segment_BT: Array
-    position_BT: Array
-    state: dict[str, Array]
-    kind: str
-    cache: KVCache | None = None
-    layer: Array | None = None
-
-    def kept(self, state: dict[str, Array]) -> KVCache | None:
-        """The cache with the state after these tokens."""
-        if self.cache is None:
-            return None
-        of_kind = self.cache.states[self.kind]
-        of_kind = {name: all_LB.at[self.layer].set(state[name]) for name, all_LB in of_kind.items()}
-        return self.cache._replace(states={**self.cache.states, self.kind: of_kind})
-
-
-@dataclasses.dataclass(frozen=True)
-class CachedAttend:
-    """Attention of new tokens over a layer of the cache, after their keys and values are written to it.
-
-    The cache has all layers and is carried from one to the next, so only the new tokens' entries are ever written.
-
-    Attributes:
-      position_BT: positions of the new tokens, each below the cache's S.
-      layer: number of the layer in the cache.
-      scoring: how queries score keys, and how many they see; with a scale, because keys may be wider in the cache.
-    """
-
-    position_BT: Array
-    cache: KVCache
-    layer: Array
-    scoring: Scoring = PLAIN
-
-    def __call__(
-        self, q_BTNH: Array, k_BTKH: Array, v_BTKW: Array | None, sink_N: Array | None
-    ) -> tuple[Array, KVCache]:
-        """Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
-
-        Args:
-          v_BTKW: None for a cache without values: the keys are then the values, and W is H.
-          sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
-        """
-        B, T, N, _ = q_BTNH.shape
-        key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
-        value_LBKSW = None
-        value_BKSW = key_BKSH
-        if self.cache.value is not None:
-            assert v_BTKW is not None
-            value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
-        attend = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
-        # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
-        num_blocks = T // _QUERIES
-        whole = num_blocks * _QUERIES
-        contexts: list[Array] = []
-        if num_blocks:
-            q_blocks = q_BTNH[:, :whole].reshape(B, num_blocks, -1, *q_BTNH.shape[2:])
-            position_blocks = self.position_BT[:, :whole].reshape(B, num_blocks, -1)
-            blocks = (jnp.moveaxis(q_blocks, 1, 0), jnp.moveaxis(position_blocks, 1, 0))
-            context = jax.lax.map(lambda block: attend(*block), blocks)
-            contexts.append(jnp.moveaxis(context, 0, 1).reshape(B, whole, N, -1))
-        if whole < T:
-            contexts.append(attend(q_BTNH[:, whole:], self.position_BT[:, whole:]))
-        return jnp.concatenate(contexts, axis=1), self.cache._replace(key=key_LBKSH, value=value_LBKSW)
-
-    def _attend(
-        self,
-        q_BTNH: Array,
-        position_BT: Array,
-        *,
-        key_BKSH: Array,
-        value_BKSW: Array,
-        sink_N: Array | None,
-    ) -> Array:
-        """Context [B, T, N, W] of some of the new tokens."""
-        B, T, N, H = q_BTNH.shape
-        q_BKTGH = q_BTNH.reshape(B, T, key_BKSH.shape[1], -1, H).swapaxes(1, 2)
-        # The keys are the first factor: as the second, some compilers would transpose all of them.
-        product_BKSTG = jax.lax.dot_general(
-            key_BKSH, q_BKTGH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
-        score_BKGTS = self.scoring.score(product_BKGTS, H)
-        key_11S = jnp.arange(key_BKSH.shape[2])[None, None, :]
-        query_BT1 = position_BT[:, :, None]
-        seen_BTS = key_11S <= query_BT1
-        if self.scoring.window is not None:
-            seen_BTS &= query_BT1 - key_11S < self.scoring.window
-        if self.scoring.chunk is not None:
-            seen_BTS &= key_11S // self.scoring.chunk == query_BT1 // self.scoring.chunk
-        score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
-        if sink_N is not None:  # one more key, whose weight is dropped
-            sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)
-            sink_BKGT1 = jnp.broadcast_to(sink_KG11, (*score_BKGTS.shape[:-1], 1))
-            score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
-        weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BKSW.dtype)[..., : value_BKSW.shape[2]]
-        context_BKGTW = jax.lax.dot_general(weight_BKGTS, value_BKSW, (((4,), (2,)), ((0, 1), (0, 1))))
-        return jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1).astype(q_BTNH.dtype)
-
-    def _written(self, all_LBKSH: Array, new_BTKH: Array) -> tuple[Array, Array]:
-        """All layers' entries with the new tokens, and this layer's."""
-        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
-        as_bits = all_LBKSH.dtype == jnp.uint16
-        dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
-        stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
-        all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
-        return all_LBKSH, jax.lax.dynamic_index_in_dim(all_LBKSH, self.layer, keepdims=False).view(dtype)
+    first = decoder.shape.num_dense_layers
+    stream = Stream(decoder.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
+    if first:
+        stream, cache = decoder.scan_layers(params["dense_layers"], stream, of_layer, first=0, cache=cache)
+    # A capacity is for training: here a token's output would depend on how many are decoded at once.
+    stream, cache = decoder.scan_layers(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
+    return decoder.final_norm(params, stream.x_BTD), cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,6 @@ from maxtext_lite.config.weights import (
     mlp_weights,
     part_of,
 )
-from maxtext_lite.models.decoding import CachedAttend, Memory
 from maxtext_lite.models.ops import (
     Activation,
     Rotation,
@@ -353,6 +352,8 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
+        from maxtext_lite.models.cache import CachedAttend
+
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
         if self.query is not None:
             q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
@@ -412,6 +413,35 @@ BlockFactory = Callable[..., Block]
 """(shape, *, rngs) -> a block with new parameters."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The tokens of a layer without attention, and what it keeps of those before them.
+
+    Attributes:
+      segment_BT: document number of each token, 0 for padding, which changes no state. With a cache all tokens continue
+        one document.
+      position_BT: position of each token in its document.
+      state: after the tokens before these, float32 [B, ...] by name: zeros in training and at first.
+      cache: a `cache.KVCache`; None: nothing is kept.
+      kind, layer: the layer's place in the cache.
+    """
+
+    segment_BT: Array
+    position_BT: Array
+    state: dict[str, Array]
+    kind: str
+    cache: Any = None
+    layer: Array | None = None
+
+    def kept(self, state: dict[str, Array]) -> Any:
+        """The cache with the state after these tokens."""
+        if self.cache is None:
+            return None
+        of_kind = self.cache.states[self.kind]
+        of_kind = {name: all_LB.at[self.layer].set(state[name]) for name, all_LB in of_kind.items()}
+        return self.cache._replace(states={**self.cache.states, self.kind: of_kind})
+
+
 class Mixer(Protocol):
     """What a layer has in attention's place, an `nnx.Module`: the half with jax of a `config.weights.Layer`.
 
@@ -424,6 +454,13 @@ class Mixer(Protocol):
         Documents never mix: a token depends on earlier ones of its document alone.
         """
         ...
+
+
+def state_table(shape: DecoderShape, kind: str) -> WeightTable:
+    """What a layer of a kind without attention keeps of the tokens before, with its sizes and axes."""
+    layer = layer_kind(kind)
+    assert layer is not None
+    return layer.state(shape)
 
 
 def attention_of(shape: DecoderShape) -> Callable[..., nnx.Module]:

@@ -18,7 +18,8 @@ import jax
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.hf.weights import export_model
-from maxtext_lite.models import Adapted, Sampling, merged
+from maxtext_lite.models import Adapted, merged
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import Params, on_first_host
 from maxtext_lite.post_training.rollout import Request, Response
 from maxtext_lite.post_training.server_answers import Asked

@@ -14,7 +14,7 @@ from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.inference.stream_text import decode_after
-from maxtext_lite.models import Sampling
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.post_training.batch import RLBatch
 from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation

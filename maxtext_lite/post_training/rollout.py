@@ -16,7 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.inference.sampler import first_token, next_token
-from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
+from maxtext_lite.models import Decoder, root_key
+from maxtext_lite.models.cache import KVCache
+from maxtext_lite.models.decoding import Sampling, cache_axes, new_cache
 from maxtext_lite.parallel import Params, num_shards, sharding, vmap_over_data
 from maxtext_lite.post_training.transfer import Transfer
 
@@ -165,7 +167,7 @@ class LocalEngine:
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
         self._transfer = Transfer(decoder, mesh)
         self._params: Params | None = None
-        where = _slots_shardings(mesh, decoder.cache_axes)
+        where = _slots_shardings(mesh, cache_axes(decoder))
         reported = (where, sharding(mesh))
         self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)
         jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))
@@ -254,7 +256,7 @@ class LocalEngine:
 
     def _empty_slots(self) -> _Slots:
         rows = (self._num_replicas, self._slots_per_replica)
-        new = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
+        new = new_cache(self._decoder, self._slots_per_replica, self._num_positions)
         cache = jax.tree.map(lambda x: jnp.zeros((self._num_replicas, *x.shape), x.dtype), new)
         zero_RB = jnp.zeros(rows, jnp.int32)
         return _Slots(
@@ -278,7 +280,7 @@ class LocalEngine:
             key_B = jnp.broadcast_to(root_key(self._seed), slot_B.shape)
             for place in range(key_int_BI.shape[1]):
                 key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
-            cache = self._decoder.new_cache(*token_BT.shape)
+            cache = new_cache(self._decoder, *token_BT.shape)
             token_B, log_probability_B, cache = first_token(
                 self._decoder, params, token_BT, cache, length_B, key_B,
                 sampling=sampling, scored_at=sampling.policy_temperature,

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.models import Sampling
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training.rollout import Response
 
 TokenId = Annotated[int, Field(strict=True)]

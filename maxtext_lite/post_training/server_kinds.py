@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.models import Sampling
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training.http_client import Server
 from maxtext_lite.post_training.rollout import Response
 from maxtext_lite.post_training.server_answers import Asked, read_generation, read_vllm_completion

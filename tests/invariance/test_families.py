@@ -13,6 +13,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.config_json import config_json
 from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.models.decoding import decode, new_cache
 from tests.hf.test_importing import (
     POSITIONS,
     ROWS,
@@ -53,15 +54,15 @@ def ours(decoder, params, *, is_decoded):
         def step(carry, token):
             cache, likeliest, count = carry
             token = jnp.where(token < 0, likeliest, token)
-            hidden, cache = decoder.decode(
-                params, token[None, None], count[None], cache
+            hidden, cache = decode(
+                decoder, params, token[None, None], count[None], cache
             )
             found = decoder.logits(params, hidden)[0, 0]
             return (cache, jnp.argmax(found), count + 1), (token, found)
 
         tokens = jnp.asarray([*TOKENS[:GIVEN], *[-1] * NEW])
         start = (
-            decoder.new_cache(1, GIVEN + NEW),
+            new_cache(decoder, 1, GIVEN + NEW),
             jnp.zeros([], tokens.dtype),
             jnp.zeros([], jnp.int32),
         )

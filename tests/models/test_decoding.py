@@ -1,6 +1,7 @@
 """The cache gives what the whole sequence gives; draws follow temperature, top-k and top-p."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from maxtext_lite.config import Mla
-from maxtext_lite.models import (
-    Decoder,
-    DecoderShape,
-    ExpertShape,
-    Sampling,
-    decoding,
-    sample_token,
-)
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
+from maxtext_lite.models import cache as kv_cache
+from maxtext_lite.models.decoding import Sampling, decode, new_cache, sample_token
 from tests.models.in_place import rewritten
 
 SHAPE = DecoderShape(
@@ -68,7 +64,7 @@ def random_params(decoder):
 @pytest.mark.fast
 def test_decoding_from_the_cache_equals_the_whole_sequence(shape, monkeypatch):
     """Prompts of different lengths, padded with junk that must be overwritten and never seen; in blocks of queries."""
-    monkeypatch.setattr(decoding, "_QUERIES", 3)
+    monkeypatch.setattr(kv_cache, "_QUERIES", 3)
     decoder = Decoder(shape)
     lengths, total = np.array([3, 7]), 12
     tokens = np.random.default_rng(0).integers(0, 31, (2, total)).astype(np.int32)
@@ -78,14 +74,18 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(shape, monkeypatch):
     @jax.jit
     def run(params):
         whole = decoder.hidden(params, tokens, np.ones_like(tokens), position)
-        of_prompt, cache = decoder.decode(
-            params, prompt, jnp.zeros(2, jnp.int32), decoder.new_cache(2, 16)
+        of_prompt, cache = decode(
+            decoder, params, prompt, jnp.zeros(2, jnp.int32), new_cache(decoder, 2, 16)
         )
 
         def step(cache, added):
             at = lengths + added
-            x, cache = decoder.decode(
-                params, jnp.asarray(tokens)[jnp.arange(2), at][:, None], at, cache
+            x, cache = decode(
+                decoder,
+                params,
+                jnp.asarray(tokens)[jnp.arange(2), at][:, None],
+                at,
+                cache,
             )
             return cache, x[:, 0]
 
@@ -102,7 +102,7 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(shape, monkeypatch):
 
 
 def test_latent_attention_keeps_one_head_whatever_the_heads():
-    cache = jax.eval_shape(lambda: Decoder(LATENT).new_cache(3, 16))
+    cache = jax.eval_shape(lambda: new_cache(Decoder(LATENT), 3, 16))
     assert cache.value is None
     assert cache.key.shape == (
         2,
@@ -123,26 +123,26 @@ def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is():
             dtype=jnp.bfloat16,
         )
     )
-    cache = jax.eval_shape(lambda: decoder.new_cache(3, 512))
+    cache = jax.eval_shape(lambda: new_cache(decoder, 3, 512))
     number, one_each = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (3, 1))
     )
-    decode = (
-        jax.jit(decoder.decode, donate_argnums=3)
+    compiled = (
+        jax.jit(functools.partial(decode, decoder), donate_argnums=3)
         .lower(decoder.abstract_params, one_each, number, cache)
         .compile()
     )
     layer = min(x.size for x in jax.tree.leaves(cache)) // 12
     # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values. Of
     # two bytes a number it is made of bits, and for a CPU's matmul wider.
-    assert {line.split()[0] for line in rewritten(decode.as_text(), layer)} <= {
+    assert {line.split()[0] for line in rewritten(compiled.as_text(), layer)} <= {
         "dynamic-slice",
         "slice",
         "bitcast-convert",
         "convert",
     }
-    assert not rewritten(decode.as_text(), 2 * layer)
-    memory = decode.memory_analysis()
+    assert not rewritten(compiled.as_text(), 2 * layer)
+    memory = compiled.memory_analysis()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 2

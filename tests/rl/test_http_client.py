@@ -10,7 +10,7 @@ import time
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.models import Sampling
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training.http_client import Server
 from maxtext_lite.post_training.server_answers import (
     Asked,

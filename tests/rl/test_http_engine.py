@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.models import Decoder, Sampling
+from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training import http_engine
 from maxtext_lite.post_training.http_engine import WEIGHTS
 from maxtext_lite.post_training.rl_run import open_rl_run
