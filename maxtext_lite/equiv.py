@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from maxtext_lite.analysis.scratch import scratch_directory
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
 from maxtext_lite.config.records import json_text
-from maxtext_lite.config.scratch import scratch_directory
 
 
 def main(argv: Sequence[str]) -> int:

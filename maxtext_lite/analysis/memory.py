@@ -11,16 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from maxtext_lite.analysis.optimizer_state import count_factored, count_orthogonalized, weight_shards
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine, Moment
 from maxtext_lite.batching.parameters import (
     BYTES,
     ParameterCount,
-    count_factored,
-    count_orthogonalized,
     count_parameters,
     master_bytes,
     vocab_tiles,
-    weight_shards,
 )
 from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
 from maxtext_lite.batching.plan import BatchPlan

@@ -20,11 +20,11 @@ from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import kernel_named
 from maxtext_lite.config.keys import source_kind
-from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import examples_hash, open_sources
 from maxtext_lite.data.sources import with_history
+from maxtext_lite.hf.model_directory import config_of_run
 from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at

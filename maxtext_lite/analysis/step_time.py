@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from maxtext_lite.analysis.memory import LayerOnDevice, loss_tiles, offloaded_activations, tokens_of_device
+from maxtext_lite.analysis.optimizer_state import STACKED, axis_over_data, trained_matrices
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.parameters import (
     BYTES,
-    STACKED,
     attended_pairs,
-    axis_over_data,
     count_parameters,
     flops_per_example,
-    trained_matrices,
 )
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes

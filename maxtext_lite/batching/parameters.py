@@ -8,7 +8,6 @@ from fractions import Fraction
 from itertools import permutations
 from typing import Any
 
-from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
 from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS
@@ -41,11 +40,6 @@ class ParameterCount:
         return self.matrices + self.tables + self.norms
 
 
-def weight_shards(mesh: Mapping[str, int]) -> int:
-    """Parts into which the embedding dim of a weight is split, over every axis except `data` that splits tokens."""
-    return num_parts("embed", mesh)
-
-
 def count_parameters(config: ModelConfig, *, tiled: bool = False, **mesh: int) -> ParameterCount:
     """Exact parameters per device.
 
@@ -58,78 +52,15 @@ def count_parameters(config: ModelConfig, *, tiled: bool = False, **mesh: int) -
       mesh: size of each mesh axis, 1 where it is not named.
     """
     elements = Counter[str]()
-    for part, count, weight in _weights(config, mesh):
+    for part, count, weight in weights_by_part(config, mesh):
         elements[part] += count * elements_on_device(weight, mesh, tiled)
     return ParameterCount(elements["matrices"], elements["tables"], elements["norms"], elements["adapters"])
-
-
-def count_factored(config: ModelConfig, **mesh: int) -> int:
-    """Elements per device of Adafactor's second moments of the trained parameters.
-
-    The means are split like the parameter, without the dim that they are taken over.
-    """
-    elements = 0
-    for part, count, weight in _weights(config, mesh):
-        is_trained = (part == "adapters") == (config.lora_rank > 0)
-        if is_trained:
-            elements += count * _factored(weight, mesh)
-    return elements
-
-
-def count_orthogonalized(config: Config, **mesh: int) -> int:
-    """Elements per device that Muon's Newton-Schulz steps work with, if all stacks run side by side as compiled.
-
-    Each trained matrix counts before and after a step, split over tensor, expert and stage only, and in two layouts of
-    the device's own part where it is split further. With shard_optimizer_over_data a device has its share of the stack.
-    """
-    whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
-    elements = 0
-    for count, weight in trained_matrices(config, mesh):
-        here = math.prod(_parts(weight, mesh))
-        parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
-        gathered = math.prod(weight.sizes) // math.prod(parts)
-        over_data = axis_over_data(config, mesh, count, weight)
-        if over_data:
-            here //= mesh["data"]
-        if over_data == STACKED:
-            gathered //= mesh["data"]
-        elements += count * 2 * gathered
-        if here < gathered:
-            elements += count * 2 * here
-    return elements
-
-
-def trained_matrices(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[int, Weight]]:
-    """The trained matrices of a layer, each with the number of a device's layers that have it."""
-    part = "adapters" if config.lora_rank else "matrices"
-    for kind, count, weight in _weights(config, mesh):
-        if kind == part:
-            yield count, weight
-
-
-STACKED = "stacked"
-"""Of a stack of matrices, what is split over `data` if it is whole matrices."""
-
-
-def axis_over_data(config: Config, mesh: Mapping[str, int], count: int, weight: Weight) -> str | None:
-    """The axis that shard_optimizer_over_data splits in a stack of `count` matrices on a device, or STACKED; None
-    without that key, or where none divides. See `parallel.zero1_sharding`."""
-    data = mesh.get("data", 1)
-    if not config.shard_optimizer_over_data or data == 1:
-        return None
-    repeats = num_repeats(config, mesh.get("stage", 1))
-    if repeats % data == 0 or count // repeats % data == 0:
-        return STACKED
-    for axis, size in zip(weight.axes, _parts(weight, mesh), strict=True):
-        if size % data == 0:
-            return STACKED if axis == "experts" else axis
-    return None
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that a token is multiplied by: all except the experts that it is not sent to."""
     unmet = Fraction(0)
-    for part, count, weight in _weights(config, {}):
+    for part, count, weight in weights_by_part(config, {}):
         if part == "matrices":
             unmet += count * (1 - _met(config, weight)) * math.prod(weight.sizes)
     return count_parameters(config).total - int(unmet)
@@ -153,7 +84,7 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
-    for part, count, weight in _weights(config, {}):
+    for part, count, weight in weights_by_part(config, {}):
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim)
@@ -223,7 +154,7 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
     return tokens
 
 
-def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:
+def weights_by_part(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:
     """Each weight with the name it counts under and the number of a device's layers that have it."""
     assert mesh.keys() <= {*MESH_AXES}, f"{mesh} has axes that no mesh has"
     adapted = adapted_weights(config)
@@ -243,7 +174,7 @@ def _met(config: ModelConfig, weight: Weight) -> Fraction:
     return Fraction(config.num_experts_per_tok, config.num_experts) if weight.axes[0] == "experts" else Fraction(1)
 
 
-def _parts(weight: Weight, mesh: Mapping[str, int]) -> list[int]:
+def parts_on_device(weight: Weight, mesh: Mapping[str, int]) -> list[int]:
     """Sizes of one device's part of a weight."""
     return [size // num_parts(axis, mesh) for size, axis in zip(weight.sizes, weight.axes, strict=True)]
 
@@ -255,7 +186,7 @@ def elements_on_device(weight: Weight, mesh: Mapping[str, int], tiled: bool = Fa
     """
     if not tiled or len(weight.sizes) < 2:
         return math.prod(weight.sizes) // math.prod(num_parts(axis, mesh) for axis in weight.axes)
-    parts = _parts(weight, mesh)
+    parts = parts_on_device(weight, mesh)
     tiled_sizes: list[int] = []
     for rows, columns in permutations(parts, 2):
         tiled_sizes.append(math.prod(parts) // (rows * columns) * _tiled(rows, columns))
@@ -266,27 +197,3 @@ def _tiled(rows: int, columns: int) -> int:
     """Elements of a matrix padded to tiles: columns to multiples of 128, rows to multiples of 8, or few rows to 2^k."""
     filled = -(-rows // 8) * 8 if rows >= 8 else 1 << (rows - 1).bit_length()
     return filled * -(-columns // 128) * 128
-
-
-_FACTORED_FROM = 128  # min_dim_size_to_factor of Optax's Adafactor
-
-
-def _factored(weight: Weight, mesh: Mapping[str, int]) -> int:
-    """Elements on one device of Adafactor's second moments.
-
-    A tensor of a layer or an expert has means over each of its two largest dims if both are at least `_FACTORED_FROM`;
-    any other has all of its elements.
-    """
-    parts = _parts(weight, mesh)
-    sizes = weight.sizes
-    first = 1 if weight.axes[0] == "experts" else 0
-    by_size = sorted(range(first, len(parts)), key=lambda dim: sizes[dim])
-    if len(by_size) < 2 or sizes[by_size[-2]] < _FACTORED_FROM:
-        return math.prod(parts)
-
-    def without(dim: int) -> int:
-        while dim + 1 < len(parts) and sizes[dim + 1] == sizes[dim]:
-            dim += 1  # among adjacent equal dims the shape does not tell which one is missing: the last
-        return math.prod(parts[:dim] + parts[dim + 1 :])
-
-    return sum(without(dim) for dim in by_size[-2:])

@@ -1,7 +1,6 @@
 """From files and `key=value` to a Config: base.yml, the model's file, the user's files, the command line."""
 
 import functools
-import glob
 import os
 import re
 from collections import Counter
@@ -13,12 +12,11 @@ from typing import Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from maxtext_lite.config.bucket import absolute, is_bucket, original
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import Refusal, UserError, did_you_mean, full_text, value_text, without_secrets
 from maxtext_lite.config.hints import key_hint, missing_file, no_directory, override_hint
-from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.keys import (
-    TOKENIZER_FILES,
     Config,
     MixtureList,
     ModelConfig,
@@ -503,67 +501,7 @@ def _legal_values(config: Config, defaults: Config, key: str, values: Iterable[o
     return tuple(legal)
 
 
-# ---- The config of a run that has begun -----------------------------------------------------------------------------
-
-
-def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run or an imported model, wherever its directory and the working directory are now.
-
-    Its run directory is this one, and its tokenizer and chat template are those stored there. Other relative paths that
-    are not here are taken from the working directory that the run recorded.
-
-    Raises:
-      UserError: the config is wrong.
-    """
-    config = load_config(directory / "config.yml", overrides)
-    stated = {word.partition("=")[0] for word in overrides}
-    record = directory / "environment.json"
-    recorded = read_object(record).get(WORKING_DIRECTORY) if is_there(record) else None
-    there = Path(recorded) if isinstance(recorded, str) else None
-    found = _stored_tokens(config, directory / "hf", is_whole=there is not None)
-    run = absolute(original(directory, "RUN_DIR"))
-    found |= {"base_output_directory": str(run.parent), "run_name": run.name}
-    if there is not None:
-        for key in ("dataset_path", "eval_dataset_path", "excluded_rows", "load_parameters_path"):
-            found[key] = _found(getattr(config, key), there)
-    return config.model_copy(update={key: value for key, value in found.items() if key not in stated})
-
-
-def _stored_tokens(config: Config, stored: Path, *, is_whole: bool) -> dict[str, object]:
-    """The keys of the tokenizer and the template that a run has stored.
-
-    Args:
-      is_whole: what is in use is stored. Older runs stored only what came with their model, for use where the
-        tokenizer's own file is gone.
-    """
-    found = dict[str, object]()
-    name, template = TOKENIZER_FILES.get(config.tokenizer_type, ""), stored / "chat_template.jinja"
-    if name and is_there(stored / name) and (is_whole or not user_path(config.tokenizer_path).exists()):
-        found["tokenizer_path"] = str(stored / name)
-    if is_whole and config.chat_template and is_there(template):
-        found["chat_template"] = str(template)
-    return found
-
-
-def _found(path: str | SourceList, there: Path) -> str | SourceList:
-    """The path of a key; a relative one that names nothing here, but something in the directory `there`, is from there.
-
-    The same goes for each path of a list of sources.
-    """
-    if isinstance(path, SourceList):
-        entries = tuple(each.model_copy(update={"path": _found(each.path, there)}) for each in path.entries)
-        return replace(path, entries=entries)
-    place = user_path(path)
-    if not path or place.is_absolute() or is_bucket(path) or is_there(place) or _matches(path):
-        return path
-    if is_there(there / place):
-        return str(there / place)
-    pattern = f"{glob.escape(str(there))}/{path}"
-    return pattern if _matches(pattern) else path
-
-
-def _matches(pattern: str) -> bool:
-    return bool(glob.glob(pattern, recursive=True))  # noqa: PTH207 as the reader of texts does
+# ---- A config as text -----------------------------------------------------------------------------------------------
 
 
 _ALWAYS_SHOWN = (

@@ -11,14 +11,13 @@ from maxtext_lite.config import Config, Refusal, UserError, load_config, write_r
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
-from maxtext_lite.config.load import config_of_run
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
 from maxtext_lite.hf.directory import TOKENIZER_KEYS, hf_directory, run_config_json, tokenizer_keys, tokenizer_values
 from maxtext_lite.hf.fields import JsonObject
 from maxtext_lite.hf.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
-from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.hf.model_directory import config_of_run, hf_config
 from maxtext_lite.hf.names import flat
 from maxtext_lite.hf.peft import export_adapters
 from maxtext_lite.hf.weights import export_model

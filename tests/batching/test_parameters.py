@@ -6,10 +6,10 @@ import math
 import jax
 import pytest
 
+from maxtext_lite.analysis.optimizer_state import count_factored
 from maxtext_lite.analysis.program import bytes_per_device
 from maxtext_lite.batching.parameters import (
     active_parameters,
-    count_factored,
     count_parameters,
     flops_per_example,
 )

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from maxtext_lite.config.scratch import scratch_directory
+from maxtext_lite.analysis.scratch import scratch_directory
 
 KILLED = """
 import os, signal, sys
-from maxtext_lite.config.scratch import scratch_directory
+from maxtext_lite.analysis.scratch import scratch_directory
 with scratch_directory("scratch-") as directory:
     (directory / "file").touch()
     print(directory, flush=True)

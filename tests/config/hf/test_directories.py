@@ -8,10 +8,9 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError, load_config, write_resolved
-from maxtext_lite.config.load import config_of_run
 from maxtext_lite.hf.adapter import adapter_of, missing_base
 from maxtext_lite.hf.directory import has_hf_weights, hf_directory, tokenizer_keys
-from maxtext_lite.hf.model_directory import directory_config, hf_config
+from maxtext_lite.hf.model_directory import config_of_run, directory_config, hf_config
 from maxtext_lite.hf.safetensors import INDEX, WHOLE, weight_files, weight_map
 from maxtext_lite.training.run_files import run_directory
 from tests.config.hf.test_families import LLAMA, TABLE
