@@ -45,8 +45,12 @@ class ChartSpec:
 
     def lines_of(self, columns: Iterable[str]) -> Mapping[str, str]:
         """`lines`, and the lines by source that are among the columns."""
-        named = ((name, *name.partition("/")) for name in columns)
-        return {**self.lines, **{name: source for name, metric, _, source in named if metric == self.by_source}}
+        found = dict(self.lines)
+        for name in columns:
+            metric, _, source = name.partition("/")
+            if metric == self.by_source:
+                found[name] = source
+        return found
 
 
 CHARTS = (

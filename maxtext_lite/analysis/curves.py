@@ -35,19 +35,18 @@ def make_board(runs: Sequence[Run]) -> Json:
     marks: skipped updates; for a single run, changes of the batch size.
     """
     tables = [table for run in runs for table in (run.steps, run.evaluations)]
-    num_lines = 0
+    num_lines = 1
     for spec in CHARTS:
         for table in tables:
             num_lines += len(spec.lines_of(table).keys() & table.keys())
-    most = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _MOST_POINTS // max(num_lines, 1)))
+    most = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _MOST_POINTS // num_lines))
     buckets = [make_buckets(len(table["step"]), most) for table in tables]
     charts = [make_chart(spec, runs, buckets) for spec in CHARTS]
     marks: list[Json] = []
     for number, run in enumerate(runs):
-        color = color_class(number, 0, len(runs)) if len(runs) > 1 else ""
-        marks += [{"run": number, "color": color, **mark} for mark in _skips(run, buckets[2 * number])]
+        marks += _skips(run, number, buckets[2 * number], color_class(number, 0, len(runs)) if len(runs) > 1 else "")
     if len(runs) == 1:
-        marks += [{"run": 0, "color": "", **mark} for mark in _stages(runs[0])]
+        marks += _stages(runs[0])
     return {
         "frame": FRAME,
         "grids": [_grid(table, rows) for table, rows in zip(tables, buckets, strict=True)],
@@ -89,17 +88,19 @@ def make_chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Buckets])
     """A chart of these runs; None where it has no line."""
     if spec.unless and all(spec.unless in run.steps for run in runs):
         return None
-    columns = [name for run in runs for name in (*run.steps, *run.evaluations)]
-    drawn = spec.lines_of(columns)
+    drawn = spec.lines_of(name for run in runs for name in (*run.steps, *run.evaluations))
     lines: list[Json] = []
+    units: dict[str, None] = {}
     for number, run in enumerate(runs):
+        of_run = [unit for metric, unit in spec.units.items() if metric in run.steps]
+        units[of_run[0] if of_run else spec.unit] = None
         if spec.needs and spec.needs not in run.steps:
             continue
         for series, (metric, label) in enumerate(drawn.items()):
             if not run.rows(metric):
                 continue
             grid = 2 * number + is_of_evaluations(metric)
-            about = {
+            line = {
                 "name": label if len(runs) == 1 else f"{run.label}, {label}",
                 "label": label,
                 "metric": metric,
@@ -108,17 +109,13 @@ def make_chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Buckets])
                 "color": color_class(number, series, len(runs)),
                 "grid": grid,
             }
-            lines.append(about | _line(metric, run, buckets[grid]))
-    if not lines:
-        return None
+            lines.append(line | _line(metric, run, buckets[grid]))
     values = [value for line in lines for value in line["mean"] if value is not None]
-    units: list[str] = []
-    for run in runs:
-        of_run = [unit for metric, unit in spec.units.items() if metric in run.steps]
-        units.append(of_run[0] if of_run else spec.unit)
+    if not values:
+        return None
     return {
         "title": spec.title,
-        "unit": " or ".join(dict.fromkeys(units)),
+        "unit": " or ".join(units),
         "lines": lines,
         "log": spec.may_be_log and min(values) > 0 and max(values) / min(values) >= _LOG_FROM_RATIO,
         "zero": spec.from_zero,
@@ -146,11 +143,10 @@ def _line(metric: str, run: Run, buckets: Buckets) -> Json:
     lows = downsample(low, buckets, min)
     highs = downsample(high, buckets, max)
     pairs = [(low, high) for low, high in zip(lows, highs, strict=True) if low is not None and high is not None]
-    if pairs:
-        height = max(high for _, high in pairs) - min(low for low, _ in pairs)
-        if any(high - low > _SEEN * height for low, high in pairs):
-            line["low"] = _rounded(lows, digits - 1)
-            line["high"] = _rounded(highs, digits - 1)
+    widest = max((high - low for low, high in pairs), default=0)
+    if widest > 0 and widest > _SEEN * (max(high for _, high in pairs) - min(low for low, _ in pairs)):
+        line["low"] = _rounded(lows, digits - 1)
+        line["high"] = _rounded(highs, digits - 1)
     return line
 
 
@@ -167,29 +163,29 @@ def _noise_interval(run: Run) -> tuple[Column, Column]:
 
 
 def _rounded(column: Column, digits: int) -> Column:
-    return [value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}") for value in column]
+    return [float(f"{value:.{digits}g}") if isinstance(value, float) else value for value in column]
 
 
-def _skips(run: Run, buckets: Buckets) -> Iterator[Json]:
+def _skips(run: Run, number: int, buckets: Buckets, color: str) -> Iterator[Json]:
     """A mark for each bucket with skipped updates, at the middle one."""
     for bucket in buckets:
         rows = [row for row in bucket if run.skipped[row]]
         if rows:
             steps = ", ".join(str(run.steps["step"][row]) for row in rows[:5])
-            more = " ..." if len(rows) > 5 else ""
-            title = f"{len(rows)} skipped: step {steps}{more}"
-            yield {"kind": "skip", "title": title, "at": _position(run, rows[(len(rows) - 1) // 2])}
+            title = f"{len(rows)} skipped: step {steps}{' ...' if len(rows) > 5 else ''}"
+            at = _position(run, rows[(len(rows) - 1) // 2])
+            yield {"kind": "skip", "run": number, "color": color, "title": title, "at": at}
 
 
 def _stages(run: Run) -> Iterator[Json]:
-    """A mark for each change of the batch size, unless there are many."""
+    """A mark for each change of the batch size of the only run, unless there are many."""
     sizes = run.rows("global_batch_to_train")
-    changes = [(step, size) for (_, before), (step, size) in pairwise(sizes) if size != before]
+    changes = [after for before, after in pairwise(sizes) if after[1] != before[1]]
     if len(changes) <= _MOST_STAGES:
         for step, size in changes:
             title = f"step {step}: global batch {short_number(size)}"
             at = _position(run, run.steps["step"].index(step))
-            yield {"kind": "stage", "title": title, "at": at, "size": size}
+            yield {"kind": "stage", "run": 0, "color": "", "title": title, "at": at, "size": size}
 
 
 def _position(run: Run, row: int) -> dict[str, float | None]:

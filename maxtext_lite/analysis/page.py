@@ -1,4 +1,7 @@
-"""The page: one HTML file that needs no network."""
+"""The page: one HTML file that needs no network.
+
+Its charts are drawn by page.js: uPlot, at 50 kB, is five times as long and has neither error bands nor marks.
+"""
 
 import json
 from collections import Counter
@@ -24,6 +27,7 @@ _DATA = {
     "target_tokens": "target tokens an epoch", "slots_used": "slots with a target", "rows": "rows of the run",
     "token_share": "share of its tokens", "epochs": "its epochs",
 }  # fmt: skip
+_SAMPLE_LETTERS = 600
 _PHASES = {"rollout": "rollout", "reward": "rewards", "train": "training"}
 
 
@@ -38,6 +42,7 @@ def render_page(runs: Sequence[Run]) -> str:
     sections = {
         "Batch size": _of_each(runs, [f"<p>{_e(text)}</p>" if (text := advice(run)) else "" for run in runs]),
         "Curves": _curves(runs, board),
+        "Sampled responses": _of_each(runs, [_samples(run) for run in runs]),
         "Timeline": _of_each(runs, [_timeline(run) for run in runs]),
         "Plan": _plans(runs),
         "Data": _of_each(runs, [_data(run.plan) for run in runs]),
@@ -92,8 +97,11 @@ def _name(number: int, runs: Sequence[Run]) -> str:
 
 def _of_each(runs: Sequence[Run], contents: Sequence[str]) -> str:
     """The content for each run that has any, below the run's name."""
-    names = [f"<h3>{_name(number, runs)}</h3>" if len(runs) > 1 else "" for number in range(len(runs))]
-    return "".join(name + content for name, content in zip(names, contents, strict=True) if content)
+    parts: list[str] = []
+    for number, content in enumerate(contents):
+        if content:
+            parts.append((f"<h3>{_name(number, runs)}</h3>" if len(runs) > 1 else "") + content)
+    return "".join(parts)
 
 
 def _headers(runs: Sequence[Run]) -> str:
@@ -119,13 +127,15 @@ def _table(
     kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = (), corner: str = ""
 ) -> str:
     """A table with a row for each name; heads and cells are HTML. The rows in `differing` are highlighted."""
+    if not rows:
+        return ""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    head = f"<thead><tr><th>{corner}</th>{head}</tr></thead>" if head else ""
     body = ""
     for name, cells in rows.items():
         body += f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
         body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    head = f"<thead><tr><th>{corner}</th>{head}</tr></thead>" if head else ""
-    return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>' if rows else ""
+    return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _bar(share: float) -> str:
@@ -135,23 +145,28 @@ def _bar(share: float) -> str:
 def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
     """A table with a column for each run; cells are HTML. Differing rows are highlighted, and come first if sorted.
 
-    A row without a value of any run is left out.
+    A row without a value of any run is omitted.
     """
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = {name: [table.get(name, NONE) for table in tables] for name in names}
-    rows = {name: cells for name, cells in rows.items() if set(cells) != {NONE}}
+    rows: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        cells = [table.get(name, NONE) for table in tables]
+        if set(cells) != {NONE}:
+            rows[name] = cells
     differing = [name for name, cells in rows.items() if len(set(cells)) > 1]
-    order = [*differing, *(name for name in rows if name not in differing)] if sort else [*rows]
+    if sort:
+        rows = {name: rows[name] for name in dict.fromkeys((*differing, *rows))}
     heads = [_name(number, runs) for number in range(len(runs))] if len(runs) > 1 else []
-    return _table("compare" if heads else "plan", heads, {name: rows[name] for name in order}, differing)
+    return _table("compare" if heads else "plan", heads, rows, differing)
 
 
 def _summary(runs: Sequence[Run]) -> str:
     tables = [summary(run) for run in runs]
     if len(runs) > 1:
         return _comparison(runs, [{name: _cell(*cell) for name, cell in table.items()} for table in tables])
-    shown = {name: cell for name, cell in tables[0].items() if cell[0] != NONE}
-    tiles = "".join(f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>" for name, cell in shown.items())
+    tiles = ""
+    for name, cell in tables[0].items():
+        if cell[0] != NONE:
+            tiles += f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>"
     return f'<dl class="tiles">{tiles}</dl>'
 
 
@@ -192,20 +207,41 @@ def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
     found: dict[str, str] = {}
     several = len({line["label"] for line in chart["lines"]}) > 1
     for line in chart["lines"]:
+        label = line["label"]
+        found[label] = ""
+        if several:
+            found[label] = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(label)
         last = runs[0].last(line["metric"]) if len(runs) == 1 else None
-        name = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(line["label"])
-        found[line["label"]] = (name if several else "") + ("" if last is None else f" <b>{long_number(last)}</b>")
+        if last is not None:
+            found[label] += f" <b>{long_number(last)}</b>"
+    texts = [*found.values()]
     kinds = {mark["kind"] for mark in board["marks"]}
-    marked = {
-        "× skipped": chart["skipped"] and "skip" in kinds,
-        "┊ batch size": "stage" in kinds,
-        "log scale": chart["log"],
-    }
-    return "".join(f"<span>{text}</span>" for text in (*found.values(), *(text for text in marked if marked[text])))
+    if chart["skipped"] and "skip" in kinds:
+        texts.append("× skipped")
+    if "stage" in kinds:
+        texts.append("┊ batch size")
+    if chart["log"]:
+        texts.append("log scale")
+    return "".join(f"<span>{text}</span>" for text in texts)
+
+
+def _samples(run: Run) -> str:
+    """For reinforcement learning: some responses of the last batch that was written, with their rewards."""
+    if not run.samples:
+        return ""
+    rows: dict[str, list[str]] = {}
+    for number, sample in enumerate(run.samples, start=1):
+        texts = [f"<pre>{_e(str(sample[key])[:_SAMPLE_LETTERS])}</pre>" for key in ("prompt", "response")]
+        numbers = [_e(plain(sample[key])) for key in ("reward", "advantage", "tokens")]
+        rows[str(number)] = [*texts, *numbers]
+    table = _table("samples", ("prompt", "response", "reward", "advantage", "tokens"), rows)
+    return f"<p>The first of step {run.samples[0]['step']:,}; all are in rollouts.jsonl.</p>{table}"
 
 
 def _timeline(run: Run) -> str:
     """For reinforcement learning: when rollout, rewards and training were busy in the last steps, on one time axis."""
+    if not run.timeline:
+        return ""
     seconds = max((stop for phases in run.timeline.values() for _, _, _, stop in phases), default=0.0) or 1.0
     lines: list[str] = []
     for step, phases in run.timeline.items():
@@ -219,7 +255,7 @@ def _timeline(run: Run) -> str:
                     bars += f'<i class="c{color}" style="{place}" title="{about}">{chunk}</i>'
             lines.append(f"<div><b>{label}</b><p>{bars}</p></div>")
     about = f"What was busy when in the last steps, over {seconds:.3g} seconds; numbers are chunks of the batch."
-    return f'<p>{about}</p><div class="timeline">{"".join(lines)}</div>' if lines else ""
+    return f'<p>{about}</p><div class="timeline">{"".join(lines)}</div>'
 
 
 def _plans(runs: Sequence[Run]) -> str:
@@ -227,9 +263,11 @@ def _plans(runs: Sequence[Run]) -> str:
     rest = [_notes(run.plan.get("warnings", ())) + _ramp(run.plan) + _memory(run) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
-    said = ("num_devices", "loading_hosts")  # the meaning of all others is the same for every run
-    cells = [{key: _cell(row[0], row[1] if key in said else "") for key, row in table.items()} for table in tables]
-    return _comparison(runs, cells) + _of_each(runs, rest)
+    compared: list[dict[str, str]] = []
+    for table in tables:  # the meanings are the same for every run, but for two
+        remarks = {key: table[key][1] for key in ("num_devices", "loading_hosts") if key in table}
+        compared.append({key: _cell(value, remarks.get(key, "")) for key, (value, _) in table.items()})
+    return _comparison(runs, compared) + _of_each(runs, rest)
 
 
 def _ramp(plan: Mapping[str, Any]) -> str:
@@ -240,9 +278,8 @@ def _ramp(plan: Mapping[str, Any]) -> str:
     last = {**plan, "first_step": ramp["total_steps"] + 1, "num_steps": "the rest", "samples": NONE}
     rows: dict[str, list[str]] = {}
     for stage in (*ramp["stages"], last):
-        cells = [_e(plain(stage[key])) for key in _STAGE_KEYS]
         share = stage["global_batch_to_train"] / plan["global_batch_to_train"]
-        rows[plain(stage["first_step"])] = [*cells, _bar(share)]
+        rows[plain(stage["first_step"])] = [*(_e(plain(stage[key])) for key in _STAGE_KEYS), _bar(share)]
     about = (
         f"{plain(ramp['num_increments'])} increments of {plain(ramp['samples_per_increment'])} "
         f"examples, {plain(ramp['total_steps'])} steps in all."
@@ -256,8 +293,7 @@ def _data(plan: Mapping[str, Any]) -> str:
     counts = Counter[int]()
     for about in (*(plan.get("data") or ()), *(plan.get("mixture") or ())):
         sources.setdefault(plain(about.get("name") or "all"), {}).update(about)
-        lengths: list[int] = about.get("lengths", [])
-        counts.update(dict(enumerate(lengths)))
+        counts.update(dict(enumerate(about.get("lengths", ()))))
     heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
     rows: dict[str, list[str]] = {}
     for name, about in sources.items():

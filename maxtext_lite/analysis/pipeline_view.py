@@ -3,6 +3,7 @@
 import math
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule, Work
+from maxtext_lite.config.errors import counted
 
 _MOST_TICKS_OF_TEXT = 24
 _MOST_TICKS_OF_SVG = 96
@@ -17,33 +18,40 @@ _CHARACTER_EM = 0.56  # average width of a character in a wide sans-serif, as th
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
     """A line for each stage, a column for each tick: F3b is microbatch 3 forward in the second round, a dot is idle."""
-
-    def cell(work: Work) -> str:
-        pieces = [(letter, piece) for letter, piece in (("F", work.forward), ("B", work.backward)) if piece]
-        rounds = [chr(ord("a") + piece.round % 26) if shape.num_repeats > 1 else "" for _, piece in pieces]
-        return "".join(f"{letter}{p.number}{each}" for (letter, p), each in zip(pieces, rounds, strict=True)) or "."
-
     rows = shape.timetable(schedule)
-    cells = [[cell(work) for work in row[:_MOST_TICKS_OF_TEXT]] for row in rows]
+    cells: list[list[str]] = []
+    for row in rows:
+        cells.append([_cell(shape, work) for work in row[:_MOST_TICKS_OF_TEXT]])
     width = max(len(each) for row in cells for each in row)
     more = _more(len(rows[0]) - len(cells[0]))
-    lines = [
-        f"stage {stage:<3} {' '.join(each.ljust(width) for each in row).rstrip()}{more and f' ... and {more}'}"
-        for stage, row in enumerate(cells)
-    ]
-    return "\n".join([heading(shape, schedule), *lines])
+    lines = [heading(shape, schedule)]
+    for stage, row in enumerate(cells):
+        line = f"stage {stage:<3} {' '.join(each.ljust(width) for each in row).rstrip()}"
+        lines.append(f"{line} ... and {more}" if more else line)
+    return "\n".join(lines)
+
+
+def _cell(shape: PipelineShape, work: Work) -> str:
+    text = ""
+    for letter, piece in (("F", work.forward), ("B", work.backward)):
+        if piece:
+            text += f"{letter}{piece.number}"
+            text += chr(ord("a") + piece.round % 26) if shape.num_repeats > 1 else ""
+    return text or "."
 
 
 def _more(num_ticks: int) -> str:
-    return f"{num_ticks} tick{'' if num_ticks == 1 else 's'} more" if num_ticks else ""
+    return f"{counted(num_ticks, 'tick')} more" if num_ticks else ""
 
 
 def heading(shape: PipelineShape, schedule: Schedule) -> str:
     """The schedule, its number of ticks, and the share of them in which a stage is idle."""
-    ticks, accumulation = len(shape.timetable(schedule)[0]), shape.gradient_accumulation_steps
+    ticks = len(shape.timetable(schedule)[0])
+    accumulation = shape.gradient_accumulation_steps
+    batches = "micro-batch" if accumulation == 1 else "micro-batches"
     return (
         f"{schedule}: {ticks} ticks forwards {'or' if schedule == 'gpipe' else 'and'} backwards in a step of "
-        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {shape.num_microbatches} microbatches, "
+        f"{accumulation} {batches} x {shape.num_microbatches} microbatches, "
         f"{float(shape.bubble_fraction(schedule)):.1%} of them waiting"
     )
 

@@ -1,5 +1,6 @@
 """A run directory as numbers and text: from whichever files exist, with notes on what is missing or damaged."""
 
+import contextlib
 import datetime
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from maxtext_lite.operations.goodput_records import goodput_text, starts_of
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _TIMELINE_STEPS = 3
+_SAMPLES = 8
 _MOST_STEPS = 8  # that a note names
 
 Column = Sequence[float | None]
@@ -57,10 +59,11 @@ class Run:
       skipped: for each row, whether the update was skipped.
       evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where it has a
         line.
-      plan: plan.json; empty where it cannot be read. The same goes for environment (environment.json), memory
-        (memory.json) and settings (config.yml).
+      plan, environment, memory: the JSON files of these names; empty where they cannot be read.
+      settings: config.yml, likewise.
       goodput: how the run spent its time, as a sentence; "" where unknown.
       timeline: the last steps in timeline.jsonl, with their phases.
+      samples: the first lines of the last batch in rollouts.jsonl, each a prompt, a response and its reward.
       num_parameters: of the whole model, where there is a valid config.
       last_written: the time of the last write to metrics.jsonl, UTC; "" without that file.
       notes: sentences on what is missing or damaged.
@@ -77,6 +80,7 @@ class Run:
     goodput: str
     settings: Mapping[str, Setting]
     timeline: Mapping[int, Sequence[Phase]]
+    samples: Sequence[Record]
     num_parameters: int | None
     last_written: str
     notes: Sequence[str]
@@ -114,9 +118,9 @@ def read_runs(directories: Iterable[str | Path]) -> list[Run]:
     paths: dict[Path, Path] = {}
     for directory in directories:
         paths.setdefault(Path(directory).resolve(), Path(directory))
-    problems = [_not_a_run(path) for path in paths.values()]
-    if any(problems):
-        raise UserError([problem for problem in problems if problem])
+    problems = [problem for problem in map(_not_a_run, paths.values()) if problem]
+    if problems:
+        raise UserError(problems)
     labels = _labels([original(path, "RUN_DIR") for path in paths])
     return [_read_run(path, label) for path, label in zip(paths.values(), labels, strict=True)]
 
@@ -134,11 +138,12 @@ def _not_a_run(path: Path) -> str:
 
 def _labels(paths: Sequence[Path]) -> list[str]:
     """The names of the directories, with as many parent directories as make them unique."""
-    for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        labels = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [str(path) for path in paths]
+    labels = [str(path) for path in paths]
+    for length in range(max((len(path.parts) for path in paths), default=0), 0, -1):
+        shorter = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(shorter)) == len(shorter):
+            labels = shorter
+    return labels
 
 
 def _read_run(directory: Path, label: str) -> Run:
@@ -146,9 +151,8 @@ def _read_run(directory: Path, label: str) -> Run:
     excluded = [line["step"] for line in _records(directory / "excluded_rows.jsonl", notes)]
     if excluded:
         at = ", ".join(f"{step:,}" for step in [*dict.fromkeys(excluded)][:_MOST_STEPS])
-        notes.append(
-            f"the run went back before step {at} and excluded {counted(len(excluded), 'row')}: excluded_rows.jsonl."
-        )
+        rows = counted(len(excluded), "row")
+        notes.append(f"the run went back before step {at} and excluded {rows}: excluded_rows.jsonl.")
     metrics = directory / "metrics.jsonl"
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     last_written = ""
@@ -158,14 +162,13 @@ def _read_run(directory: Path, label: str) -> Run:
     settings = _read_settings(directory / "config.yml", notes)
     num_parameters = None
     if settings:
-        try:
+        with contextlib.suppress(ConfigError):  # of another version, whose keys are shown but cannot be interpreted
             num_parameters = count_parameters(load_config((directory / "config.yml").resolve())).total
-        except ConfigError:  # from another version of maxtext_lite: its keys are shown, but cannot be interpreted
-            num_parameters = None
     goodput = _read_object(directory / "goodput.json", notes, optional=True)
     starts = starts_of(goodput)
     if goodput and not starts:
         notes.append("goodput.json is damaged.")
+    timeline = deque(_records(directory / "timeline.jsonl", notes), maxlen=_TIMELINE_STEPS)
     return Run(
         original(directory, "RUN_DIR"),
         label,
@@ -177,7 +180,8 @@ def _read_run(directory: Path, label: str) -> Run:
         memory=_read_object(directory / "memory.json", notes, optional=True),
         goodput=goodput_text(starts),
         settings=settings,
-        timeline=_read_timeline(directory / "timeline.jsonl", notes),
+        timeline={record["step"]: [tuple(phase) for phase in record["phases"]] for record in timeline},
+        samples=_read_samples(directory / "rollouts.jsonl", notes),
         num_parameters=num_parameters,
         last_written=last_written,
         notes=notes,
@@ -242,10 +246,15 @@ def _columns(records: Mapping[int, Record], metrics: Sequence[str], by_source: S
     return columns
 
 
-def _read_timeline(path: Path, notes: list[str]) -> dict[int, list[Phase]]:
-    """The last steps in timeline.jsonl; most runs have no such file."""
-    last = deque(_records(path, notes), maxlen=_TIMELINE_STEPS)
-    return {record["step"]: [tuple(phase) for phase in record["phases"]] for record in last}
+def _read_samples(path: Path, notes: list[str]) -> list[Record]:
+    """The first lines of the last batch in rollouts.jsonl, which only reinforcement learning writes."""
+    samples: list[Record] = []
+    for record in _records(path, notes):
+        if samples and samples[0]["step"] != record["step"]:
+            samples = []
+        if len(samples) < _SAMPLES:
+            samples.append(record)
+    return samples
 
 
 def _records(path: Path, notes: list[str]) -> Iterator[Record]:

@@ -60,13 +60,10 @@ def _large(value: float | None, unit: str) -> Cell:
 
 
 def _steps(run: Run) -> Cell:
-    remarks: list[str] = []
     planned = run.plan.get("steps")
-    if planned is not None:
-        remarks.append(f"of {planned:,}")
-    skipped = sum(run.skipped)
-    if skipped:
-        remarks.append(f"{skipped:,} skipped")
+    remarks = [] if planned is None else [f"of {planned:,}"]
+    if any(run.skipped):
+        remarks.append(f"{sum(run.skipped):,} skipped")
     return f"{run.num_steps:,}", ", ".join(remarks)
 
 
@@ -110,11 +107,9 @@ def _global_batch(run: Run) -> Cell:
 
 
 def _devices(run: Run) -> Cell:
-    if "devices" not in run.environment:
-        return _text(run.plan.get("num_devices"), plain), ""
-    devices = Counter(run.environment["devices"])
-    count = run.plan.get("num_devices", devices.total())
-    return plain(count), ", ".join(f"{number} × {kind}" for kind, number in devices.items())
+    kinds = Counter(run.environment.get("devices", ()))
+    count = run.plan.get("num_devices", kinds.total() or None)
+    return _text(count, plain), ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
 
 
 def _evaluation(run: Run, metric: str, word: str, best_of: Callable[[Iterable[float]], float]) -> Cell:
