@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-import heapq
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.devices import Device
@@ -157,47 +157,47 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
 
 
 def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, most: int) -> list[RankedPlan]:
-    """The plans of `rank`, by a best-first search.
+    """The plans of `rank`.
 
-    Each mesh is queued with a lower bound of its time, and each split of a mesh with its own, without recomputation.
-    They are expanded only when no other entry of the queue can be faster. A mesh on which the parameters, the optimizer
-    state and the gradients of one micro-batch alone do not fit has no split that does.
+    Meshes, and then the splits of a mesh, are looked at in the order of their lower bounds, until these are no longer
+    below the slowest plan to be returned. A mesh on which the parameters, the optimizer state and the gradients of one
+    micro-batch alone do not fit has no split that does.
     """
     device = device.in_hosts(topology.num_devices, topology.num_hosts)
-    variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
-    leanest, _ = variants[-1]
-    order = itertools.count()  # of entries with equal bounds
-    waiting: list[tuple[float, int, _Mesh | _Split | _Variant]] = []
-
-    def wait(seconds: float, entry: _Mesh | _Split | _Variant) -> None:
-        heapq.heappush(waiting, (seconds, next(order), entry))
-
-    for mesh in _legal_meshes(config, topology, device):
-        wait(mesh.bound, mesh)
+    variants = list(_variants(config, device))
+    leanest = variants[-1]
     found: list[RankedPlan] = []
     tried: list[tuple[int, _Mesh]] = []
-    while waiting and len(found) < most:
-        _, _, entry = heapq.heappop(waiting)
-        if isinstance(entry, _Mesh):
-            held = plan_of(entry.config).memory
-            least_bytes = 0
-            if held.limit is not None and held.without_batch > held.limit:
-                least_bytes = plan_of(entry.config.model_copy(update=leanest)).memory.without_batch
-            tried.append((least_bytes, entry))
-            if held.limit is None or least_bytes <= held.limit:
-                for split in _splits(config, topology, device, entry, held):
-                    wait(split.model.least(split.rows, split.examples, split.shape).seconds, split)
-        elif isinstance(entry, _Split):
-            chosen = config.model_copy(update={**entry.keys, **leanest})
-            if not isinstance(resolve(chosen, topology), list) and plan_of(chosen).memory.fits:
-                for keys, variant in variants:
-                    time = entry.time(variant)
-                    wait(time.seconds, _Variant({**entry.keys, **keys}, time))
-        else:
-            chosen = config.model_copy(update=entry.keys)
-            plan = plan_of(chosen)
-            if plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
-                found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, entry.time))
+
+    def is_too_slow(seconds: float) -> bool:
+        return len(found) >= most and seconds >= found[-1].time.seconds
+
+    for mesh in sorted(_legal_meshes(config, topology, device), key=lambda mesh: mesh.bound):
+        if is_too_slow(mesh.bound):
+            break
+        held = plan_of(mesh.config).memory
+        least_bytes = 0
+        if held.limit is not None and held.without_batch > held.limit:
+            least_bytes = plan_of(mesh.config.model_copy(update=leanest)).memory.without_batch
+        tried.append((least_bytes, mesh))
+        if held.limit is not None and least_bytes > held.limit:
+            continue
+        for split in _splits(config, topology, device, mesh, held):
+            if is_too_slow(split.least_seconds):
+                break
+            chosen = config.model_copy(update={**split.keys, **leanest})
+            if isinstance(resolve(chosen, topology), list) or not plan_of(chosen).memory.fits:
+                continue
+            for keys in variants:
+                time = split.time(config.model_copy(update=keys))
+                if is_too_slow(time.seconds):
+                    continue
+                chosen = config.model_copy(update={**split.keys, **keys})
+                plan = plan_of(chosen)
+                if plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+                    found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
+                    found.sort(key=lambda each: each.time.seconds)
+                    del found[most:]
     if not found:
         none = "no mesh and batch that the config leaves open are legal on these devices."
         raise _refusal(config, plan_of, _smallest(config, topology, tried, leanest, plan_of), none)
@@ -240,12 +240,10 @@ def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan)
     replicas_open = config.enable_diloco and config.diloco_num_replicas == -1 and not data_stated
     if not config.enable_rampup_batch_size and not replicas_open:
         return
-    own: BatchPlan | None = None
+    plans: list[BatchPlan] = []
     with contextlib.suppress(UserError):
-        for _, plan in _on_own_mesh(config, topology, plan_of):
-            own = plan if own is None or plan.memory.fits else own
-            if own.memory.fits:
-                break
+        plans += [plan for _, plan in _on_own_mesh(config, topology, plan_of)]
+    own = next((plan for plan in plans if plan.memory.fits), plans[0] if plans else None)
     problems: list[Refusal] = []
     if config.enable_rampup_batch_size:
         message = f"enable_rampup_batch_size=true: the batches of a ramp follow from {_PER} and {_STEPS}, both open."
@@ -293,12 +291,10 @@ class _Split:
     def time(self, config: Config) -> StepTime:
         return self.model.step(config, self.rows, self.examples, self.shape)
 
-
-class _Variant(NamedTuple):
-    """A split with the keys that change only time and memory."""
-
-    keys: Mapping[str, Any]
-    time: StepTime
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """Seconds that no step is below, whatever is recomputed or offloaded."""
+        return self.model.least(self.rows, self.examples, self.shape).seconds
 
 
 def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
@@ -332,14 +328,18 @@ def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
     return microbatch_choices(config, mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1))
 
 
-def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> Iterator[_Split]:
-    batch, plan = config.global_batch_size, mesh.plan
+def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> list[_Split]:
+    """The splits of a mesh, in the order of their lower bounds."""
+    batch = config.global_batch_size
+    plan = mesh.plan
     model = _model(mesh.config, plan, device, held, flops_of_example(config))
+    found: list[_Split] = []
     for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
         number = pieces.get(_PIECES, plan.num_pipeline_microbatches)
         rows = row_slots(batch // steps, plan.layout_shards, topology.num_hosts, number) * config.rows_per_example
         shape = PipelineShape(plan.num_pipeline_stages, number, plan.num_pipeline_repeats, steps)
-        yield _Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape)
+        found.append(_Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape))
+    return sorted(found, key=lambda split: split.least_seconds)
 
 
 def _first_legal(
