@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from maxtext_lite.batching import format_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, without_secrets, writing
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import listed
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
@@ -62,17 +62,17 @@ class TrackersHook(Hook):
                 tracker.close()
 
 
-class Tracker(ABC):
+class Tracker:
     """A receiver of each record of metrics.jsonl."""
 
-    @abstractmethod
     def write(self, record: Record) -> None:
         """Takes a record."""
+        raise NotImplementedError
 
-    def flush(self) -> None:  # noqa: B027  (most keep nothing)
+    def flush(self) -> None:
         """Sends or writes what is still in memory."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Flushes, then ends."""
 
 
@@ -113,11 +113,12 @@ def open_trackers(
 
 def finite_numbers(record: Record) -> dict[str, float]:
     """The finite numbers of a record, except its step."""
-    return {
-        key: float(value)
-        for key, value in record.items()
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "step" and is_number and math.isfinite(value):
+            found[key] = float(value)
+    return found
 
 
 class TensorBoard(Tracker):
@@ -147,20 +148,17 @@ class TensorBoard(Tracker):
             self._add(purge_step, summary={"value": [text_value]})
 
     def write(self, record: Record) -> None:
-        """Appends the finite numbers of a record."""
         values = [{"tag": key, "simple_value": value} for key, value in finite_numbers(record).items()]
         self._add(record["step"], summary={"value": values})
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is still in memory."""
         self._flushed = time.monotonic()
         with writing(self._directory):
             self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file."""
         with writing(self._directory):
             self._file.close()
 
@@ -176,6 +174,8 @@ class Service(Tracker):
 
     Args:
       module: the service's library.
+    Raises:
+      UserError: trackers.json is damaged.
     """
 
     def __init__(self, module: Any, config: Config, directory: Path, say: Callable[[str], None]):
@@ -183,22 +183,18 @@ class Service(Tracker):
         self._say = say
         self._is_lost = False
         path = directory / FILE
-        ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        ids = read_object(path) if path.exists() else {}
         known = ids.get(self._name)
+        if known is not None and not isinstance(known, str):
+            raise UserError(f"{path}: {self._name}={value_text(known)} is not the id of a run. Remove the file.")
         found = self._start(module, config, directory, known)
         if found != known:
             with writing(path):
                 write_whole(path, json.dumps(ids | {self._name: found}) + "\n")
 
-    @abstractmethod
     def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
-        """Starts or resumes the run there.
-
-        Args:
-          known: its id; None: the service does not know the run yet.
-        Returns:
-          Its id.
-        """
+        """Starts the run there, or resumes the one with the id `known`, and returns its id."""
+        raise NotImplementedError
 
     def _send(self, call: Callable[..., object], *arguments: Any, **named: Any) -> None:
         """Calls the service, unless an earlier call failed; the first failure is a warning."""
@@ -227,11 +223,9 @@ class WandB(Service):
         return self._run.id
 
     def write(self, record: Record) -> None:
-        """Sends a record."""
         self._send(self._run.log, {"step": record["step"], **finite_numbers(record)})
 
     def close(self) -> None:
-        """Waits until everything is sent."""
         self._send(self._run.finish)
 
 
@@ -247,16 +241,13 @@ class MLflow(Service):
         return self._id
 
     def write(self, record: Record) -> None:
-        """Sends a record."""
         how = {"step": record["step"], "run_id": self._id, "synchronous": False}
         self._send(self._mlflow.log_metrics, finite_numbers(record), **how)
 
     def flush(self) -> None:
-        """Waits until everything is sent."""
         self._send(self._mlflow.flush_async_logging)
 
     def close(self) -> None:
-        """Waits until everything is sent, and ends."""
         self.flush()
         self._send(self._mlflow.end_run)
 
@@ -277,7 +268,6 @@ class Prometheus(Tracker):
         self._server, self._thread = client.start_http_server(port, addr=host, registry=self._registry)
 
     def write(self, record: Record) -> None:
-        """Takes a record."""
         for key, value in {"step": record["step"], **finite_numbers(record)}.items():
             name = f"maxtext_lite_{re.sub('[^a-zA-Z0-9_:]', '_', key)}"
             if name not in self._gauges:
@@ -286,7 +276,6 @@ class Prometheus(Tracker):
             self._gauges[name].set(value)
 
     def close(self) -> None:
-        """Stops answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -129,6 +129,15 @@ def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start
         open_trackers(config("log_to=tensorboard,wandb"), tmp_path, 0, {}, pytest.fail)
 
 
+@pytest.mark.parametrize("text", ['{"wandb": ', "[]", '{"wandb": 5}'])
+def test_a_damaged_file_of_ids_is_refused_by_name(text, tmp_path, monkeypatch):
+    (tmp_path / "trackers.json").write_text(text)
+    monkeypatch.setitem(sys.modules, "wandb", Service())
+    with pytest.raises(UserError, match=r"trackers\.json") as refused:
+        open_trackers(config("log_to=wandb"), tmp_path, 0, {}, pytest.fail)
+    assert len(refused.value.problems) == 1
+
+
 def test_prometheus_reads_the_newest_numbers_on_this_machine_alone():
     tracker = Prometheus("127.0.0.1", 0, "here")
     address, port = tracker._server.server_address
