@@ -6,9 +6,10 @@ line follows from shapes; XLA fuses, reuses and copies, so its own figures (`mem
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 from maxtext_lite.analysis.optimizer_state import count_factored, count_orthogonalized, weight_shards
@@ -288,61 +289,104 @@ class LayerOnDevice:
         return held + others * keys_and_values * (self.width + 4)
 
 
-def offloaded_activations(
-    config: Config,
-    mesh: Mapping[str, int],
-    micro_batch_slots: int,
-    num_pipeline_microbatches: int,
-    accelerator: Accelerator = _PLAIN,
-) -> int:
+@dataclasses.dataclass(frozen=True)
+class DeviceStep:
+    """A training step on a device, from which every line of the estimate follows.
+
+    Attributes:
+      mesh: size of each mesh axis.
+      slots: rows of one micro-batch over all devices.
+      pieces: pipeline microbatches of a micro-batch.
+      accumulation: micro-batches.
+      replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters, optimizer
+        state and gradients, besides the outer parameters and their float32 momentum; frozen parameters once.
+    """
+
+    config: Config
+    mesh: Mapping[str, int]
+    slots: int
+    pieces: int = 1
+    accelerator: Accelerator = _PLAIN
+    accumulation: int = 1
+    replicas: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on the device."""
+        return tokens_of_device(self.config, self.mesh, self.slots)
+
+    @property
+    def layer(self) -> LayerOnDevice:
+        """A layer in the pass of one pipeline microbatch."""
+        return LayerOnDevice(self.config, self.mesh, self.tokens // self.pieces, self.accelerator)
+
+    @functools.cached_property
+    def count(self) -> ParameterCount:
+        """Parameters of the device; on a TPU including the padding of tiles."""
+        return count_parameters(self.config, **self.mesh, tiled=self.accelerator.platform == "tpu")
+
+    @property
+    def trained(self) -> ParameterCount:
+        """Those that are trained."""
+        return ParameterCount(self.count.adapters, tables=0, norms=0) if self.config.lora_rank else self.count
+
+    @property
+    def copies(self) -> int:
+        """Replicas of local updates on the device; 1 without them."""
+        return 1 if self.replicas is None else self.replicas // self.mesh["data"]
+
+    @property
+    def repeats_and_ticks(self) -> tuple[int, int]:
+        """With gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
+        stages = self.mesh["stage"]
+        repeats = num_repeats(self.config, stages)
+        return repeats, repeats * self.pieces + stages - 1
+
+
+def offloaded_activations(step: DeviceStep) -> int:
     """Bytes per device of the layers' tensors kept for the backward pass in pinned host memory."""
-    piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
-    of_layer = _mean(LayerOnDevice(config, mesh, piece, accelerator), LayerOnDevice.offloaded_bytes)
-    of_stage = int(of_layer * config.base_num_decoder_layers / stages)
+    config = step.config
+    piece = step.tokens // step.pieces
+    of_layer = _mean(step.layer, LayerOnDevice.offloaded_bytes)
+    of_stage = int(of_layer * config.base_num_decoder_layers / step.mesh["stage"])
     if config.pipeline_schedule == "1f1b":
         return piece * of_stage
-    repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+    repeats, ticks = step.repeats_and_ticks
     return piece * of_stage // repeats * ticks
 
 
-def activation_lines(
-    config: Config,
-    mesh: Mapping[str, int],
-    micro_batch_slots: int,
-    num_pipeline_microbatches: int,
-    schedule: Schedule,
-    accelerator: Accelerator,
-) -> Iterator[MemoryLine]:
+def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLine]:
     """The layers' tensors kept by the forward pass, and those in use in the backward pass of a layer.
 
     Each layer keeps what remat_policy saves: with gpipe for every tick of a micro-batch, including idle ones; with 1f1b
     for one pipeline microbatch, besides the layer inputs of the last 2 S - 1 ticks.
     """
-    tokens = tokens_of_device(config, mesh, micro_batch_slots)
-    piece = tokens // num_pipeline_microbatches
-    layer = LayerOnDevice(config, mesh, piece, accelerator)
-    stages, first = mesh["stage"], config.first_num_dense_layers
+    config, layer = step.config, step.layer
+    piece = layer.tokens
+    stages = step.mesh["stage"]
+    first = config.first_num_dense_layers
     layers = (config.base_num_decoder_layers - first) // stages
-    kept, input_bytes = int(_mean(layer, LayerOnDevice.kept_bytes)), layer.named_bytes()["decoder_layer_input"]
-    yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
+    kept = int(_mean(layer, LayerOnDevice.kept_bytes))
+    input_bytes = layer.named_bytes()["decoder_layer_input"]
+    yield _line("kept of first layers", step.tokens * kept * first, "as below, on every stage")
     if schedule == "1f1b":
         inputs = (2 * stages + 1) * piece * input_bytes
         yield _line("inputs under way", inputs, "a microbatch for each of 2 S - 1 ticks, one sent and one received")
         why = "what remat_policy keeps, of a stage's layers and one microbatch"
         yield _line("kept of layers", piece * kept * layers, why, LAYERS)
     else:
-        repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+        repeats, ticks = step.repeats_and_ticks
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
         if repeats > 1:  # each tick selects its layers, and keeps a copy of them
-            matrices = count_parameters(config, tiled=False, **mesh).matrices
+            matrices = count_parameters(config, tiled=False, **step.mesh).matrices
             copies = matrices // repeats * ticks * layer.width
             yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:
             rotations = 2 * 4 * layer.lanes(config.rotary_dim // 2) * piece * ticks
             yield _line("rotations of ticks", rotations, "cosines and sines in float32 x ticks")
             why = "a micro-batch going round the stages, before and after a tick"
-            yield _line("pieces", 2 * tokens * input_bytes, why, LAYERS)
+            yield _line("pieces", 2 * step.tokens * input_bytes, why, LAYERS)
     yield from _in_use(layer)
 
 
@@ -356,7 +400,9 @@ def _dense_share(config: Config) -> Fraction:
 
 def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fraction:
     """The mean over the model's layers, with and without experts, with attention and others."""
-    config, mlps, total = layer.config, layer.config.mlp_kinds, Fraction(0)
+    config = layer.config
+    mlps = config.mlp_kinds
+    total = Fraction(0)
     kinds = Counter((mixer_of(kind), mlps[number % len(mlps)]) for number, kind in enumerate(config.layer_kinds))
     for (mixer, mlp), count in kinds.items():
         of_kind = dataclasses.replace(layer, mixer=mixer)
@@ -364,21 +410,11 @@ def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fra
     return total / config.base_num_decoder_layers
 
 
-def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
-    """With gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
-    repeats = num_repeats(config, stages)
-    return repeats, repeats * num_pipeline_microbatches + stages - 1
-
-
 def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) -> MemoryLine:
     return MemoryLine(name, "activations", size, why, moments)
 
 
-_HALF: tuple[Moment, ...] = ("attention",)
-
-
-def _bytes(lines: Sequence[MemoryLine]) -> int:
-    return sum(line.bytes for line in lines)
+_HEADS = "queries and keys before and after rotation, values, context as the kernel returns it and a matmul takes it"
 
 
 def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
@@ -386,17 +422,20 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     config, tokens, width = layer.config, layer.tokens, layer.width
     why = "the inputs of its halves and their norms, and the gradient before and after a half"
     yield _line("stream of a layer", 6 * tokens * layer.stream * width, why, LAYERS)
-    of_heads = 2 * layer.heads * (layer.head_dim + layer.value_dim)
-    of_heads += layer.kv_heads * (2 * layer.head_dim + layer.value_dim)
-    why = "queries and keys before and after rotation, values, context as the kernel returns it and a matmul takes it"
-    heads = _line("heads of a layer", tokens * of_heads * width, why, LAYERS)
-    attention = _line("attention of a layer", layer.attention_bytes(), "gradients, and the kernel's own arrays", _HALF)
-    lines: dict[str, tuple[MemoryLine, ...]] = {"attention": (heads, attention)}
+    largest: list[MemoryLine] = []
     for mixer in model_shape(config).layers_of:
-        if mixer != "attention":
-            size = dataclasses.replace(layer, mixer=mixer).attention_bytes()
-            lines[mixer] = (_line(f"{mixer} of a layer", size, "as its package says", _HALF),)
-    yield from max((lines[mixer] for mixer in model_shape(config).layers_of), key=_bytes)
+        size = dataclasses.replace(layer, mixer=mixer).attention_bytes()
+        lines = [_line(f"{mixer} of a layer", size, "as its package says", ("attention",))]
+        if mixer == "attention":
+            of_heads = 2 * layer.heads * (layer.head_dim + layer.value_dim)
+            of_heads += layer.kv_heads * (2 * layer.head_dim + layer.value_dim)
+            lines = [
+                _line("heads of a layer", tokens * of_heads * width, _HEADS, LAYERS),
+                _line("attention of a layer", size, "gradients, and the kernel's own arrays", ("attention",)),
+            ]
+        if sum(line.bytes for line in lines) > sum(line.bytes for line in largest):
+            largest = lines
+    yield from largest
     why = "projections or rows, hidden values and their gradients"
     yield _line("mlp of a layer", max(layer.mlp_bytes(), layer.without_experts.mlp_bytes()), why, ("mlp",))
     if layer.tensor > 1 and layer.accelerator.platform == "gpu" and splits_residual(config, layer.mesh):
@@ -444,23 +483,25 @@ def estimate_memory(
     """Bytes per device during a training step on this mesh.
 
     Args:
-      mesh: size of each mesh axis.
-      micro_batch_slots: rows of one micro-batch over all devices.
       device_memory_gb: memory of a device in GB (1e9 bytes), or None.
-      diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
-        optimizer state and gradients, besides the outer parameters and their float32 momentum. Frozen parameters are
-        held once.
       accelerator: what the devices are, which decides the attention kernel and whether arrays fill tiles.
     """
-    schedule = config.pipeline_schedule
-    pieces = num_pipeline_microbatches if schedule == "1f1b" else 1
+    step = DeviceStep(
+        config,
+        mesh,
+        micro_batch_slots,
+        num_pipeline_microbatches,
+        accelerator,
+        gradient_accumulation_steps,
+        diloco_num_replicas,
+    )
     lines = [
-        *_state_lines(config, mesh, diloco_num_replicas, accelerator),
-        *_gradient_lines(config, mesh, gradient_accumulation_steps, diloco_num_replicas, accelerator),
-        *activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator),
-        *_loss_lines(config, mesh, micro_batch_slots, pieces, accelerator),
+        *_state_lines(step),
+        *_gradient_lines(step),
+        *activation_lines(step, config.pipeline_schedule),
+        *_loss_lines(step),
     ]
-    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, accelerator)
+    offloaded = offloaded_activations(step)
     if config.optimizer_memory_host_offload:
         offloaded += sum(line.bytes for line in lines if line.part == "optimizer_state")
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
@@ -477,8 +518,8 @@ def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerato
 
     def needed_for(examples: int) -> int:
         rows = plan.slots_for(examples) * config.rows_per_example
-        needed = _evaluation_bytes(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
-        return plan.memory.held + needed
+        step = DeviceStep(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
+        return plan.memory.held + _evaluation_bytes(step)
 
     if (needed := needed_for(examples)) > limit >= needed_for(1):
         yield (
@@ -487,23 +528,22 @@ def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerato
         )
 
 
-def _evaluation_bytes(
-    config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator
-) -> int:
-    """Bytes per device that an evaluation of `rows` rows needs at least, beside the state of training.
+def _evaluation_bytes(step: DeviceStep) -> int:
+    """Bytes per device that an evaluation needs at least, beside the state of training.
 
     That is the more of two: the layers' matrices in `dtype`, the stream before and after a layer and the projections of
     its mlp or of its heads; or the logits of a tile.
     """
-    tokens = tokens_of_device(config, mesh, rows)
-    layer = LayerOnDevice(config, mesh, tokens // num_pipeline_microbatches, accelerator)
+    config, mesh, layer = step.config, step.mesh, step.layer
     sizes = layer.named_bytes()
     heads = sizes["query_proj"] + sizes["key_proj"] + sizes["value_proj"]
     projections = layer.tokens * max(sizes["mlpwi_0"] + sizes["mlpwi_1"], heads)
-    of_loss, tiles = loss_tiles(config, mesh, rows, 1)
-    logits = 4 * (2 if accelerator.platform == "cpu" else 1) * of_loss * (config.vocab_size // mesh["tensor"]) // tiles
-    cast = BYTES[config.dtype] * _count(config, mesh).matrices if config.dtype != config.weight_dtype else 0
-    return max(cast + 2 * tokens * layer.stream * layer.width + projections, logits)
+    of_loss, tiles = loss_tiles(config, mesh, step.slots, 1)
+    logits = _float32_logits(step) * of_loss * (config.vocab_size // mesh["tensor"]) // tiles
+    cast = 0
+    if config.dtype != config.weight_dtype:
+        cast = BYTES[config.dtype] * count_parameters(config, **mesh, tiled=False).matrices
+    return max(cast + 2 * step.tokens * layer.stream * layer.width + projections, logits)
 
 
 def estimate_activations(
@@ -515,37 +555,20 @@ def estimate_activations(
     accelerator: Accelerator,
 ) -> int:
     """Bytes per device of the layers' tensors under this schedule."""
-    lines = activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator)
-    return MemoryEstimate(tuple(lines), None).most("activations")
+    step = DeviceStep(config, mesh, micro_batch_slots, num_pipeline_microbatches, accelerator)
+    return MemoryEstimate(tuple(activation_lines(step, schedule)), None).most("activations")
 
 
-def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:
-    """Parameters of a device; on a TPU including the padding of tiles."""
-    tiled = accelerator is not None and accelerator.platform == "tpu"
-    return count_parameters(config, **mesh, tiled=tiled)
-
-
-def _copies(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
-    """Replicas of local updates on a device; 1 without them."""
-    return 1 if diloco_num_replicas is None else diloco_num_replicas // mesh["data"]
-
-
-def _trained(config: Config, count: ParameterCount) -> ParameterCount:
-    return ParameterCount(matrices=count.adapters, tables=0, norms=0) if config.lora_rank else count
-
-
-def _state_lines(
-    config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None, accelerator: Accelerator
-) -> Iterator[MemoryLine]:
+def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """Parameters, their copies in `dtype`, and the optimizer's state."""
-    count = _count(config, mesh, accelerator)
-    trained, weight_bytes = _trained(config, count), BYTES[config.weight_dtype]
-    copies, outer = _copies(mesh, diloco_num_replicas), diloco_num_replicas is not None
+    config, mesh, count = step.config, step.mesh, step.count
+    trained, copies, weight_bytes = step.trained, step.copies, BYTES[config.weight_dtype]
+    has_outer = step.replicas is not None
     if config.lora_rank:  # adapters are float32 whatever the weights are
         yield MemoryLine("frozen parameters", "params", count.total * weight_bytes, "in weight_dtype")
         weight_bytes = 4
     yield MemoryLine("parameters", "params", copies * trained.total * weight_bytes, "a device's shards of each")
-    if outer:
+    if has_outer:
         yield MemoryLine("outer parameters", "params", trained.total * weight_bytes, "what replicas last agreed on")
     if config.dtype != config.weight_dtype:
         cast = copies * trained.matrices + (count.matrices if config.lora_rank else 0)
@@ -559,12 +582,12 @@ def _state_lines(
     if config.optimizer == "muon":
         work, why = 4 * copies * count_orthogonalized(config, **mesh), "before and after a step, in float32"
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
-    if outer and config.diloco_outer_momentum:
+    if has_outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)
-    masters = master_bytes(config, mesh, diloco_num_replicas) if config.master_weights else 0
+    masters = master_bytes(config, mesh, step.replicas) if config.master_weights else 0
     if masters:
         yield MemoryLine("masters", "optimizer_state", masters, "float32 beside narrower weights", when)
-    if accelerator.platform == "cpu":
+    if step.accelerator.platform == "cpu":
         # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
 
@@ -583,23 +606,16 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
             return count_factored(config, **mesh)
 
 
-def _gradient_lines(
-    config: Config,
-    mesh: Mapping[str, int],
-    gradient_accumulation_steps: int,
-    diloco_num_replicas: int | None,
-    accelerator: Accelerator,
-) -> Iterator[MemoryLine]:
+def _gradient_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """The float32 sum over micro-batches, if there is more than one pass, and the gradient of one pass."""
-    count = _trained(config, _count(config, mesh, accelerator))
-    copies = _copies(mesh, diloco_num_replicas)
-    adds_up = gradient_accumulation_steps > 1 or config.pipeline_schedule == "1f1b"
+    config, count, copies = step.config, step.trained, step.copies
+    adds_up = step.accumulation > 1 or config.pipeline_schedule == "1f1b"
     if adds_up:
         why = "of micro-batches, or of pipeline microbatches, in float32"
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
     when = LAYERS if adds_up else (*LAYERS, "update")
     # XLA fills the stacked gradients of the layers with zeros before the loss, but allocates them unfilled on a TPU.
-    filled = when if accelerator.platform == "tpu" else ("loss", *when)
+    filled = when if step.accelerator.platform == "tpu" else ("loss", *when)
     of_layers, rest = count.matrices * BYTES[config.dtype], count.tables + count.norms
     why = "of one micro-batch, in `dtype`"
     yield MemoryLine("gradients of matrices", "gradients", copies * of_layers, why, filled)
@@ -619,27 +635,31 @@ def loss_tiles(config: Config, mesh: Mapping[str, int], micro_batch_slots: int, 
     return tokens, tiles
 
 
-def _loss_lines(
-    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
-) -> Iterator[MemoryLine]:
+def _float32_logits(step: DeviceStep) -> int:
+    """Bytes of a logit in float32, on a CPU also of its exponential."""
+    return 8 if step.accelerator.platform == "cpu" else 4
+
+
+def _loss_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens."""
-    tokens, tiles = loss_tiles(config, mesh, micro_batch_slots, num_pieces)
-    vocab_size, width = config.vocab_size // mesh["tensor"], BYTES[config.dtype]
-    head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
-    tile = tokens * vocab_size // tiles
-    logits = (4 * (2 if accelerator.platform == "cpu" else 1) + width) * tile
-    narrow = config.grad_dtype != "float32" and weight_shards(mesh) > 1
+    config, mesh, width = step.config, step.mesh, BYTES[step.config.dtype]
+    shards = weight_shards(mesh)
+    tokens, tiles = loss_tiles(config, mesh, step.slots, step.pieces if config.pipeline_schedule == "1f1b" else 1)
+    vocab_size = config.vocab_size // mesh["tensor"]
+    head = vocab_size * config.base_emb_dim
+    logits = (_float32_logits(step) + width) * (tokens * vocab_size // tiles)
     reduced = 0
     if config.lora_rank == 0:
         yield _loss_line("head's gradient", 4 * head, "of the device's own tokens, summed over tiles in float32")
-        if weight_shards(mesh) * mesh["stage"] > 1:
-            reduced = 4 * shard + (BYTES[config.grad_dtype] * head if narrow else 0)
+        if shards * mesh["stage"] > 1:
+            narrow = config.grad_dtype != "float32" and shards > 1
+            reduced = 4 * (head // shards) + (BYTES[config.grad_dtype] * head if narrow else 0)
     if reduced > logits:
         yield _loss_line("head's gradient, reduced", reduced, "over the devices' tokens; no logits then")
     else:
         why = "in float32, and on a CPU their exponentials; their gradient in `dtype`"
         yield _loss_line("logits of a tile", logits, why)
-    if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
+    if shards > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "split over tensor only, in `dtype`", ("loss",))
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")

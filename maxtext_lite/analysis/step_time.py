@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maxtext_lite.analysis.memory import LayerOnDevice, loss_tiles, offloaded_activations, tokens_of_device
+from maxtext_lite.analysis.memory import DeviceStep, loss_tiles, offloaded_activations, tokens_of_device
 from maxtext_lite.analysis.optimizer_state import STACKED, axis_over_data, trained_matrices
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
@@ -332,9 +332,8 @@ class StepModel:
           rows: of one micro-batch over all devices, empty slots included.
           examples: of a step.
         """
-        tokens = tokens_of_device(config, self._sizes, rows)
-        per_token = LayerOnDevice(config, self._sizes, tokens).kept_bytes()
-        offloaded = offloaded_activations(config, self._sizes, rows, shape.num_microbatches)
+        per_token = DeviceStep(config, self._sizes, rows).layer.kept_bytes()
+        offloaded = offloaded_activations(DeviceStep(config, self._sizes, rows, shape.num_microbatches))
         return self._step(config, rows, examples, shape, per_token=per_token, offloaded=offloaded)
 
     def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:

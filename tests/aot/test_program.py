@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.analysis.hlo import collectives
-from maxtext_lite.analysis.memory import activation_lines
+from maxtext_lite.analysis.memory import DeviceStep, activation_lines
 from maxtext_lite.analysis.program import compile_program, total_traffic
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
@@ -276,7 +276,9 @@ def test_what_is_kept_of_a_layer_is_what_its_backward_pass_is_given(overrides):
         "base_mlp_dim=400",
     ]
     config = load_config(None, [*shape, "dtype=bfloat16", *overrides])
-    lines = activation_lines(config, mesh, ROWS, 1, "gpipe", Accelerator("cpu"))
+    lines = activation_lines(
+        DeviceStep(config, mesh, ROWS, 1, Accelerator("cpu")), "gpipe"
+    )
     planned = sum(line.bytes for line in lines if line.name == "kept of layers")
     # Beside it there are log-partitions, the router's probabilities and choices, and what norms divided by.
     assert planned == pytest.approx(residual_bytes(config), rel=0.03)
