@@ -1,7 +1,9 @@
 """A model's continuations of prompts: streamed to the terminal, as JSON, or as turns of a conversation."""
 
+import collections
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.records import json_text
 from maxtext_lite.hf.chat import ChatTemplate, chat_template, check_contents
 from maxtext_lite.inference.requests import GenerateConfig
-from maxtext_lite.inference.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
-from maxtext_lite.inference.stream_text import TimedTokens, WrittenText
+from maxtext_lite.inference.sampler import Sampler, finite_tokens, load_on_mesh, mesh_problems
+from maxtext_lite.inference.stream_text import TimedTokens, WrittenText, write_texts
 from maxtext_lite.inference.text_tokens import TextTokens
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import start_devices
@@ -109,7 +111,7 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
                 stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
                 seed=asked.seed,
             )
-            return TimedTokens(_finite(tokens, config.dtype))
+            return TimedTokens(finite_tokens(tokens, "the continuation of prompt {}".format, config.dtype))
 
         if prompter and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
             _converse(stream, prompter)
@@ -121,17 +123,6 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
             # A continued text includes its prompt; an answer does not.
             _print_texts(tokens, prompts, prompter, ["" if asked.chat else text for text in texts])
     print(tokens, file=sys.stderr)
-
-
-def _finite(tokens: Iterator[tuple[int, int, float]], dtype: str) -> Iterator[tuple[int, int, float]]:
-    """The tokens of `Sampler.stream`.
-
-    Raises:
-      UserError: the log-probability of one is not finite; names its prompt.
-    """
-    for number, token, log_probability in tokens:
-        check_finite(log_probability, f"the continuation of prompt {number}", dtype)
-        yield number, token, log_probability
 
 
 def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:
@@ -154,11 +145,9 @@ def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Promp
         turns.append({"role": "user", "content": line.rstrip("\n")})
         prompt = prompter.after(turns)
         answer = prompter.begin(prompt)
-        for _, token, _ in stream([prompt]):
-            print(answer.push(token), end="", flush=True)
-            if answer.ended:
-                break
-        print(answer.end(), flush=True)
+        for _, piece in write_texts(stream([prompt]), [answer]):
+            print(piece, end="", flush=True)
+        print(flush=True)
         turns.append({"role": "assistant", "content": answer.text})
 
 
@@ -166,13 +155,13 @@ def _answers(tokens: TimedTokens, prompts: list[list[int]], prompter: _Prompter 
     """For each prompt its new tokens, their log-probabilities and, with a tokenizer, their text."""
     answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
     written = [*map(prompter.begin, prompts)] if prompter else []
-    for index, token, log_probability in tokens:
-        if written and written[index].ended:
+    for number, token, log_probability in tokens:
+        if written and written[number].ended:
             continue
-        answers[index]["tokens"].append(token)
-        answers[index]["log_probabilities"].append(log_probability)
+        answers[number]["tokens"].append(token)
+        answers[number]["log_probabilities"].append(log_probability)
         if written:
-            written[index].push(token)
+            written[number].push(token)
             if all(text.ended for text in written):
                 break
     for answer, text in zip(answers, written, strict=False):
@@ -188,34 +177,26 @@ def _print_texts(tokens: TimedTokens, prompts: list[list[int]], prompter: _Promp
       shown: the text to print before each.
     """
     written = [*map(prompter.begin, prompts)]
-    alone = len(written) == 1
-    if alone:
+    pieces = write_texts(tokens, written)
+    if len(written) == 1:
         print(shown[0], end="", flush=True)
-    for index, token, _ in tokens:
-        piece = written[index].push(token)
-        if alone:
+        for _, piece in pieces:
             print(piece, end="", flush=True)
-        if all(text.ended for text in written):
-            break
+        print(flush=True)
+        return
+    collections.deque(pieces, maxlen=0)
     for number, text in enumerate(written):
-        rest = text.end()
-        if alone:
-            print(rest, flush=True)
-        else:
-            print(f"---- {number}\n{shown[number]}{text.text}")
+        print(f"---- {number}\n{shown[number]}{text.text}")
 
 
 def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
-    problems = [
-        f"{key}: token {token} is not in 0..{config.vocab_size - 1} (vocab_size). Nearest that works: "
-        f"{min(max(token, 0), config.vocab_size - 1)}."
-        for key, tokens in (
-            ("prompt_ids", [t for prompt in prompts for t in prompt]),
-            ("stop_token_ids", asked.stop_token_ids or []),
-        )
-        for token in tokens
-        if not 0 <= token < config.vocab_size
-    ]
+    problems: list[str] = []
+    last = config.vocab_size - 1
+    for key, lists in (("prompt_ids", prompts), ("stop_token_ids", [asked.stop_token_ids or []])):
+        for token in itertools.chain.from_iterable(lists):
+            if not 0 <= token <= last:
+                near = min(max(token, 0), last)
+                problems.append(f"{key}: token {token} is not in 0..{last} (vocab_size). Nearest that works: {near}.")
     return problems + _length_problems(prompts, asked, config)
 
 

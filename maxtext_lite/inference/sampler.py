@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import nearest_clause, value_text
+from maxtext_lite.config.errors import counted, nearest_clause, value_text
 from maxtext_lite.hf.adapter import adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.weights import load_hf_parameters
@@ -62,6 +62,19 @@ def check_finite(value: float, what: str, dtype: str) -> None:
         raise UserError(f"{what} has the log-probability {value} in dtype={dtype}: {why}.{nearest_clause(wider)}")
 
 
+def finite_tokens(
+    tokens: Iterator[tuple[int, int, float]], what: Callable[[int], str], dtype: str
+) -> Iterator[tuple[int, int, float]]:
+    """The tokens of `Sampler.stream`; `what` names the text of a prompt's number.
+
+    Raises:
+      UserError: the log-probability of one is not finite.
+    """
+    for number, token, log_probability in tokens:
+        check_finite(log_probability, what(number), dtype)
+        yield number, token, log_probability
+
+
 def cast_once(decoder: Decoder, params: Params) -> Params:
     """`Decoder.cast`, or the parameters themselves if they all have their dtypes already."""
     same = jax.tree.map(lambda x, cast: x.dtype == cast.dtype, params, jax.eval_shape(decoder.cast, params))
@@ -81,14 +94,15 @@ def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) ->
         "fsdp": (config.base_emb_dim, "embedding"),
         "data": (0, "copies"),
     }
-    problems, devices = [], "1 device" if num_devices == 1 else f"{num_devices} devices"
+    problems: list[str] = []
     for axis, size in sizes.items():
-        others, (dim, what) = math.prod(sizes.values()) // size, divided[axis]
-        works = [n for n in range(1, num_devices // others + 1) if dim % n == 0] or [1]
+        dim, what = divided[axis]
+        most = num_devices * size // math.prod(sizes.values())
+        works = [n for n in range(1, most + 1) if dim % n == 0] or [1]
         if size not in works:
             problems.append(
-                f"ici_{axis}_parallelism={value_text(size)} does not divide the model's {what} over {devices}. "
-                f"Nearest that works: {min(works, key=lambda n: abs(n - size))}."
+                f"ici_{axis}_parallelism={value_text(size)} does not divide the model's {what} over "
+                f"{counted(num_devices, 'device')}. Nearest that works: {min(works, key=lambda n: abs(n - size))}."
             )
     return problems
 

@@ -18,7 +18,15 @@ from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
-from maxtext_lite.inference.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
+from maxtext_lite.inference.sampler import (
+    Sampler,
+    cast_once,
+    check_finite,
+    finite_tokens,
+    load_on_mesh,
+    mesh_problems,
+)
+from maxtext_lite.inference.stream_text import write_texts
 from maxtext_lite.inference.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoding import Sampling
@@ -55,27 +63,26 @@ class Scorer:
 
     def score(self, spans: Sequence[Span]) -> list[Scored]:
         """The score of each span, in order. Rows of similar length share a forward pass."""
-        found: list[Scored | None] = [None] * len(spans)
+        found: dict[int, Scored] = {}
         longest_first = sorted(range(len(spans)), key=lambda number: -len(spans[number].tokens))
         for begin in range(0, len(spans), self._rows):
             numbers = longest_first[begin : begin + self._rows]
-            for number, scored in zip(numbers, self._batch([spans[number] for number in numbers]), strict=True):
-                found[number] = scored
-        return [scored for scored in found if scored is not None]
+            found.update(zip(numbers, self._batch([spans[number] for number in numbers]), strict=True))
+        return [found[number] for number in range(len(spans))]
 
     def _batch(self, spans: list[Span]) -> Iterator[Scored]:
         length = _padded(max(len(span.tokens) for span in spans) - self._unseen)
-        token_BT, target_BT, first_B, end_B = (
-            np.zeros((self._rows, length), np.int32),
-            np.zeros((self._rows, length), np.int32),
-            np.zeros(self._rows, np.int32),
-            np.zeros(self._rows, np.int32),
-        )
+        token_BT = np.zeros((self._rows, length), np.int32)
+        target_BT = np.zeros((self._rows, length), np.int32)
+        first_B = np.zeros(self._rows, np.int32)
+        end_B = np.zeros(self._rows, np.int32)
         for row, span in enumerate(spans):
             assert 1 <= span.first < len(span.tokens), "a span scores at least one token, after at least one"
-            end_B[row], first_B[row] = len(span.tokens) - 1, span.first - 1
+            first_B[row] = span.first - 1
+            end_B[row] = len(span.tokens) - 1
             seen = span.tokens[: len(span.tokens) - self._unseen]
-            token_BT[row, : len(seen)], target_BT[row, : end_B[row]] = seen, span.tokens[1:]
+            token_BT[row, : len(seen)] = seen
+            target_BT[row, : end_B[row]] = span.tokens[1:]
         with jax.set_mesh(self._mesh):
             likelihood_B, is_greedy_B = jax.device_get(
                 self._score(self._params, token_BT, target_BT, jnp.asarray(first_B), jnp.asarray(end_B))
@@ -289,19 +296,15 @@ class TextScorer:
         prompt = self._encode_context(asked.prompt)[-room:] or [self._end_of_text_id]
         text = self._tokens.begin(asked.stop_strings, prompt=prompt)
         with self._precision():
-            for _, token, log_probability in self._sampler.stream(
+            tokens = self._sampler.stream(
                 [prompt],
                 max_new_tokens=asked.max_new_tokens,
                 sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
                 stop_token_ids=self._tokens.stop_token_ids,
                 seed=asked.seed,
-            ):
-                check_finite(log_probability, f"the continuation of {value_text(asked.prompt)!r}", self._dtype)
-                text.push(token)
-                if text.ended:
-                    break
-        text.end()
-        return text.text
+            )
+            of = f"the continuation of {value_text(asked.prompt)!r}"
+            return "".join(piece for _, piece in write_texts(finite_tokens(tokens, lambda _: of, self._dtype), [text]))
 
 
 def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:

@@ -191,6 +191,20 @@ class WrittenText:
         return piece
 
 
+def write_texts(tokens: Iterable[tuple[int, int, float]], written: Sequence[WrittenText]) -> Iterator[tuple[int, str]]:
+    """Adds streamed tokens to their texts until all have ended; yields the number of a text and its new part.
+
+    Args:
+      tokens: (number of a text, token, log-probability) from `Sampler.stream`.
+    """
+    for number, token, _ in tokens:
+        yield number, written[number].push(token)
+        if all(text.ended for text in written):
+            break
+    for number, text in enumerate(written):
+        yield number, text.end()
+
+
 class TimedTokens:
     """A stream of tokens that measures its speed; the first two rounds, which compile, are timed apart.
 
@@ -199,9 +213,10 @@ class TimedTokens:
     """
 
     def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:
-        self._tokens, self._begin = tokens, time.perf_counter()
-        self._count = self._warm_count = 0
-        self._rounds: dict[int, int] = {}
+        self._tokens = tokens
+        self._begin = time.perf_counter()
+        self._rounds = collections.Counter[int]()
+        self._warm_count = 0
         self._first: float | None = None
         self._warm: float | None = None
 
@@ -210,20 +225,19 @@ class TimedTokens:
 
     def __next__(self) -> tuple[int, int, float]:
         index, token, log_probability = next(self._tokens)
-        now = time.perf_counter()
-        self._first = self._first or now
-        self._rounds[index] = self._rounds.get(index, 0) + 1
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._rounds[index] += 1
         if self._rounds[index] > 2:
             self._warm_count += 1
         elif self._rounds[index] == 2:
-            self._warm = now
-        self._count, self._last = self._count + 1, now
+            self._warm = self._last
         return index, token, log_probability
 
     def __str__(self) -> str:
         if self._first is None:
             return "no tokens"
-        since = f"{self._count} tokens in {self._last - self._begin:.2f} s"
+        since = f"{self._rounds.total()} tokens in {self._last - self._begin:.2f} s"
         since += f", the first after {self._first - self._begin:.2f} s with compilation"
         if not self._warm_count or self._warm is None:
             return since
