@@ -22,6 +22,7 @@ from maxtext_lite.batching.schedule import (
     json_number,
     make_rampup,
     make_stages,
+    rate_multiplier,
     scale_optimizer,
     scaling_violations,
     scaling_warnings,
@@ -84,7 +85,8 @@ class BatchPlan(Batch):
       num_examples: training examples in the data; None where unknown.
       length: the steps of the run and the examples of each.
       scaling: the optimizer's settings for this batch.
-      rampup: the ramp, or None.
+      rampup: the schedule of the batch, or None where it is always the same.
+      scales_by_stage: learning_rate_scaling_of=stage.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       rows_per_example: rows of max_target_length tokens in an example: two in DPO, otherwise one.
       attention_kernel: the kernel that `attention` selects on these devices.
@@ -114,6 +116,7 @@ class BatchPlan(Batch):
     length: RunLength
     scaling: OptimizerScaling
     rampup: RampupBatchManager | None
+    scales_by_stage: bool
     diloco_num_replicas: int | None
     diloco_sync_period: int | None
     attention_kernel: KernelChoice
@@ -288,6 +291,13 @@ class BatchPlan(Batch):
         """The factor by which the batch scales the learning rate."""
         return self.scaling.learning_rate_multiplier
 
+    def stage_multiplier(self, stage: BatchStage) -> float:
+        """The factor by which a stage scales the learning rate: the target's, or its own."""
+        if not self.scales_by_stage:
+            return self.learning_rate_multiplier
+        base = self.global_batch_to_train / self.scaling.batch_ratio
+        return rate_multiplier(self.scaling.rule, stage.global_batch_to_train / base)
+
     @property
     def adam_b1(self) -> float:
         """The decay of the first moment, scaled where scale_adam_with_batch is set."""
@@ -317,7 +327,7 @@ class BatchPlan(Batch):
         )  # fmt: skip
         found = {name: json_number(getattr(self, name)) for name in names}
         found["loading_hosts"] = list(self.loading_hosts)
-        found["rampup"] = None if self.rampup is None else self.rampup.to_json()
+        found["rampup"] = None if self.rampup is None else self._stages_json(self.rampup)
         found["pipeline_schedules"] = {name: cost.to_json() for name, cost in self.pipeline_schedules.items()}
         if self.memory.is_known:
             found["memory"] = self.memory.to_json()
@@ -332,6 +342,17 @@ class BatchPlan(Batch):
             found["resumed"] = resumed
         found["warnings"] = list(self.warnings)
         return found
+
+    def _stages_json(self, rampup: RampupBatchManager) -> dict[str, object]:
+        """The entry `rampup`, with each stage's learning_rate_multiplier where they differ."""
+        found = rampup.to_json()
+        if self.scales_by_stage:
+            found["stages"] = [self._stage_json(stage) for stage in rampup.stages]
+            found["target"] = self._stage_json(rampup.last_stage)
+        return found
+
+    def _stage_json(self, stage: BatchStage) -> dict[str, object]:
+        return {**stage.to_json(), "learning_rate_multiplier": self.stage_multiplier(stage)}
 
 
 def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -421,6 +442,7 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
         length=length,
         scaling=scale_optimizer(config, batch.global_batch_to_train),
         rampup=rampup,
+        scales_by_stage=config.learning_rate_scaling_of == "stage",
         diloco_num_replicas=replicas,
         diloco_sync_period=None if replicas is None else config.diloco_sync_period,
         attention_kernel=planned_kernel(config, topology.accelerator, mesh.total["context"]),

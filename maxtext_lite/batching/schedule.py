@@ -447,7 +447,7 @@ class OptimizerScaling:
 
     Attributes:
       rule: learning_rate_scaling.
-      batch_ratio: m; during a ramp it is that of the target; 1 without scaling.
+      batch_ratio: m of the target; 1 without scaling.
       learning_rate_multiplier: m (linear), its square root (sqrt), or 1.
       configured: learning_rate, adam_b1, adam_b2 and adam_eps in the config.
       scaled: the same in the run.
@@ -460,6 +460,13 @@ class OptimizerScaling:
     learning_rate_multiplier: float
     configured: Mapping[str, float]
     scaled: Mapping[str, float]
+
+
+def rate_multiplier(rule: Literal["none", "linear", "sqrt"], ratio: Fraction) -> float:
+    """The factor of the learning rate for a batch `ratio` times as large."""
+    if rule == "none":
+        return 1.0
+    return math.sqrt(ratio) if rule == "sqrt" else float(ratio)
 
 
 def scaling_violations(config: Config, batch: Batch | None) -> list[Refusal]:
@@ -495,7 +502,7 @@ def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScal
     """The optimizer's settings for this batch, for a config without `scaling_violations`."""
     rule = config.learning_rate_scaling
     ratio = Fraction(1) if rule == "none" else Fraction(global_batch_to_train, config.base_global_batch_size)
-    multiplier = math.sqrt(ratio) if rule == "sqrt" else float(ratio)
+    multiplier = rate_multiplier(rule, ratio)
     configured = {
         "learning_rate": config.learning_rate,
         "adam_b1": config.adam_b1,

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
 from maxtext_lite.batching.plan import BatchPlan
+from maxtext_lite.batching.schedule import BatchStage
 from maxtext_lite.batching.topology import (
     mesh_text,
 )
@@ -216,11 +217,16 @@ def _rampup_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
             "",
             f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
             f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
-            f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
+            f"{plan.num_devices} x {stage.gradient_accumulation_steps}{_rate_text(plan, stage)}",
         )
     if len(shown) < len(stages):
         yield "", f"... {len(stages) - len(shown)} more stages (--json has them all)"
-    yield "", f"from step {last.first_step}: {last.global_batch_to_train}"
+    yield "", f"from step {last.first_step}: {last.global_batch_to_train}{_rate_text(plan, last)}"
+
+
+def _rate_text(plan: BatchPlan, stage: BatchStage) -> str:
+    rate = plan.learning_rate * plan.stage_multiplier(stage)
+    return f", learning_rate {rate:.4g}" if plan.scales_by_stage else ""
 
 
 def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:

@@ -602,6 +602,7 @@ class OptimizerConfig(Section):
     warmup_steps: StepsOrPartOfRun
     schedule_unit: Literal["steps", "examples", "tokens"]
     learning_rate_scaling: Literal["none", "linear", "sqrt"]
+    learning_rate_scaling_of: Literal["target", "stage"]
     base_global_batch_size: CountOrZero
     scale_adam_with_batch: Flag
     wsd_decay_steps_fraction: Share

@@ -57,6 +57,9 @@ class _Idle:
 _IDLE = (
     _Idle(lambda config: not config.lora_rank, "lora_rank", ("lora_alpha", "lora_targets"), 8),
     _Idle(lambda config: not config.num_epochs, "num_epochs", ("last_batch",)),
+    _Idle(
+        lambda config: config.learning_rate_scaling == "none", "learning_rate_scaling", ("learning_rate_scaling_of",)
+    ),
     _Idle(lambda config: not config.batch_schedule, "batch_schedule", ("batch_schedule_unit",)),
     _Idle(lambda config: not config.max_loss_spike, "max_loss_spike", ("loss_spike_action",)),
     _Idle(lambda config: config.tokenizer_type == "byte", "tokenizer_type", ("tokenizer_path",), "huggingface"),
@@ -410,6 +413,13 @@ def _scaled_adam(config: Config) -> Refusal | None:
     return refuse(config, "scale_adam_with_batch", "needs learning_rate_scaling=sqrt and optimizer=adamw", False)
 
 
+def _scaled_by_stage(config: Config) -> Refusal | None:
+    if config.learning_rate_scaling_of == "target" or not config.scale_adam_with_batch:
+        return None
+    rule = "with scale_adam_with_batch=true: Adam's averages keep their decay from stage to stage"
+    return refuse(config, "learning_rate_scaling_of", rule, "target", {"scale_adam_with_batch": False})
+
+
 def _diloco(config: Config) -> Refusal | None:
     """Between synchronizations a replica knows only its own examples, parameters and optimizer state."""
     if not config.enable_diloco:
@@ -571,6 +581,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _batch_schedule,
     _overwrite,
     _scaled_adam,
+    _scaled_by_stage,
     _diloco,
     _remat_lists,
     _number_format,

@@ -286,18 +286,25 @@ class Schedule:
       unit: the unit of progress (`schedule_unit`).
       units_per_step: units in a step at the target batch size, the measure of positions.
       rate: learning rate at a position.
+      factors: (first step, factor of the rate) of each stage of the batch; empty: the factor is 1.
     """
 
     unit: Literal["steps", "examples", "tokens"]
     units_per_step: float
     rate: Rate
+    factors: tuple[tuple[int, float], ...] = ()
 
-    def __call__(self, updates: Scalar, progress: Progress) -> jax.Array:
-        """The learning rate of the update that reaches both counts."""
+    def __call__(self, updates: Scalar, progress: Progress, step: Scalar = 1) -> jax.Array:
+        """The learning rate of the update that reaches both counts, in step number `step`, skipped ones counted."""
         if self.unit == "steps":
-            return self.rate(jnp.asarray(updates, jnp.float32))
-        high, low = (progress.examples if self.unit == "examples" else progress.tokens).astype(jnp.float32)
-        return self.rate((high * 2.0**32 + low) / self.units_per_step)
+            rate = self.rate(jnp.asarray(updates, jnp.float32))
+        else:
+            high, low = (progress.examples if self.unit == "examples" else progress.tokens).astype(jnp.float32)
+            rate = self.rate((high * 2.0**32 + low) / self.units_per_step)
+        if not self.factors:
+            return rate
+        first_steps, factors = (jnp.array(numbers) for numbers in zip(*self.factors, strict=True))
+        return rate * factors[jnp.searchsorted(first_steps, step, side="right") - 1]
 
 
 def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_step: float = 1.0) -> Schedule:
@@ -315,6 +322,9 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
     return Schedule(config.schedule_unit, units_per_step, rate)
 
 
+_LAST_STEP = 2**31 - 1
+
+
 def schedule_of_run(
     config: OptimizerConfig, plan: BatchPlan, source: ExampleSource, *, seed: int, step: int, examples_seen: int
 ) -> Schedule:
@@ -330,12 +340,20 @@ def schedule_of_run(
     """
     unit = config.schedule_unit
     last = plan.schedule_end(unit, step, examples_seen)
-    if unit == "steps":
-        return learning_rate_schedule(config, last=last)
-    _, total = plan.length.end_after(step, examples_seen)
-    if unit == "tokens":
-        total = target_tokens_of_run(source, total_examples=total, seed=seed, loading_hosts=plan.loading_hosts)
-    return learning_rate_schedule(config, last=last, units_per_step=total / last)
+    units_per_step = 1.0
+    if unit != "steps":
+        _, total = plan.length.end_after(step, examples_seen)
+        if unit == "tokens":
+            total = target_tokens_of_run(source, total_examples=total, seed=seed, loading_hosts=plan.loading_hosts)
+        units_per_step = total / last
+    schedule = learning_rate_schedule(config, last=last, units_per_step=units_per_step)
+    if not plan.scales_by_stage:
+        return schedule
+    factors: list[tuple[int, float]] = []
+    for stage in dataclasses.replace(plan.length, done=(step, examples_seen)).stages_ahead:
+        first_step = min(stage.first_step, _LAST_STEP)
+        factors.append((first_step, plan.stage_multiplier(stage) / plan.learning_rate_multiplier))
+    return dataclasses.replace(schedule, factors=tuple(factors))
 
 
 def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
@@ -480,7 +498,7 @@ def make_optimizer(
       own: replaces all of it, the learning rate included; None: nothing does.
       last: the number of steps of the schedule that `own` receives if it is a factory.
     Raises:
-      UserError: `own` is a factory, and schedule_unit is not steps.
+      UserError: `own` is a factory, and the schedule counts more than updates.
     """
     if own is None:
         inner = _configured(config, axes)
@@ -490,6 +508,11 @@ def make_optimizer(
         raise UserError(
             f"schedule_unit={config.schedule_unit} does not count updates, as the schedule of an optimizer's factory "
             "does. Nearest that works: schedule_unit=steps."
+        )
+    elif config.learning_rate_scaling_of == "stage":
+        raise UserError(
+            "learning_rate_scaling_of=stage does not follow from the number of updates, as the schedule of an "
+            "optimizer's factory does. Nearest that works: learning_rate_scaling_of=target."
         )
     else:
         rate = learning_rate_schedule(config, last=last).rate

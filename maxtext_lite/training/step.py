@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,8 @@ def apply_gradients(
     parts: StepContext, schedule: Schedule, state: TrainState, step: StepGradients
 ) -> tuple[TrainState, Metrics]:
     """The state after an update with the step's gradients, and the metrics of `make_train_step`."""
-    update = functools.partial(_update_replica, parts, schedule)
+    rate_at = functools.partial(schedule, step=state.step + 1)
+    update = functools.partial(_update_replica, parts, rate_at)
     if parts.local:
         update = vmap_over_data(update, parts.local.num_replicas, own=(0, 1, 2, 3))
     opt_state = state.opt_state
@@ -87,7 +89,7 @@ def apply_gradients(
 
 def _update_replica(
     parts: StepContext,
-    schedule: Schedule,
+    rate_at: Callable[[jax.Array, Progress], jax.Array],
     params: Params,
     opt_state: optax.MultiStepsState,
     progress: Progress,
@@ -105,7 +107,7 @@ def _update_replica(
     is_applied = is_finite & (num_counted > 0) & ~has_ended
 
     new_progress = progress.plus(step.counts["examples"], target_tokens)
-    learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
+    learning_rate = rate_at(opt_state.gradient_step + 1, new_progress)
     old_params = params
     if optimizer.over_data:
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))

@@ -22,7 +22,9 @@ NUM_EXAMPLES = 37
 MACHINES = [(1, 1), (4, 2), (8, 4)]
 PER_DEVICE = [Fraction(text) for text in ("0.25", "0.5", "1.5")]
 FACTORS = [Fraction(text) for text in ("-1", "1", "2", "4", "0.5")]
-RAMPS = [None, "per_device_batch_size", "gradient_accumulation_steps"]
+MODES = ["per_device_batch_size", "gradient_accumulation_steps"]
+DOWN_AND_UP = "half the batch, then the whole one again, by "
+RAMPS = [None, *MODES, *(DOWN_AND_UP + mode for mode in MODES)]
 RAMP_SAMPLES = 9
 LENGTHS = [
     {"steps": 4},
@@ -61,7 +63,14 @@ class Way:
         }
         keys |= {"expansion_factor_real_data": self.factor, **self.length}
         keys |= {f"ici_{axis}_parallelism": size for axis, size in self.mesh.items()}
-        if self.ramp:
+        if self.goes_down:
+            stages = (RAMP_SAMPLES, self.half), (2 * RAMP_SAMPLES, self.target)
+            keys |= {
+                "batch_schedule": ((0, self.target), *stages),
+                "rampup_mode": self.ramp.removeprefix(DOWN_AND_UP),
+                "gradient_accumulation_steps": -1,
+            }
+        elif self.ramp:
             keys |= {
                 "enable_rampup_batch_size": True,
                 "rampup_mode": self.ramp,
@@ -74,10 +83,27 @@ class Way:
         return BASE.model_copy(update=keys)
 
     @property
+    def target(self):
+        return int(self.per_device * self.devices * self.accumulation)
+
+    @property
+    def half(self):
+        return max(self.target // 2, 1)
+
+    @property
+    def goes_down(self):
+        return bool(self.ramp) and self.ramp.startswith(DOWN_AND_UP)
+
+    @property
     def is_legal(self):
         """By the rules of the seeds, worked out here: whole batches, loading hosts and loads."""
         whole = [self.per_device * self.devices]
-        if self.ramp == "per_device_batch_size":
+        if self.ramp == DOWN_AND_UP + MODES[0]:
+            # A device takes fewer where its size is not whole.
+            whole = [Fraction(1, 1 if whole[0] >= 1 else 2)]
+        elif self.ramp == DOWN_AND_UP + MODES[1]:
+            whole.append(self.half / whole[0])
+        elif self.ramp == "per_device_batch_size":
             whole.append(self.per_device * self.devices / 2)
         elif self.ramp:
             whole.append(Fraction(self.accumulation, 2))
@@ -86,12 +112,7 @@ class Way:
                 self.hosts / self.factor if self.factor > 1 else 1 / self.factor
             )
         if self.length.get("last_batch") == "drop":  # a whole batch fits into the data
-            first_batch = (
-                self.per_device
-                * self.devices
-                * self.accumulation
-                / (2 if self.ramp else 1)
-            )
+            first_batch = self.target / (2 if self.ramp and not self.goes_down else 1)
             whole.append(
                 Fraction(
                     1,
@@ -102,8 +123,8 @@ class Way:
 
     def batches(self, seen, steps_done):
         """(examples, accumulation) of each step after the first `seen` examples, by replay."""
-        target = int(self.per_device * self.devices * self.accumulation)
-        half = target // 2
+        target = self.target
+        half = self.half
         ramp_end = -(-RAMP_SAMPLES // half) * half if self.ramp else 0
         total = (
             self.length["num_epochs"] * NUM_EXAMPLES
@@ -113,10 +134,18 @@ class Way:
         found = []
         while seen < total and steps_done + len(found) != self.length["steps"]:
             size, accumulation = target, self.accumulation
-            if seen < ramp_end:
+            is_half = seen < ramp_end
+            if self.goes_down:
+                is_half = RAMP_SAMPLES <= seen < 2 * RAMP_SAMPLES
+            if is_half:
                 size, accumulation = (
                     half,
                     accumulation // (2 if self.ramp != "per_device_batch_size" else 1),
+                )
+            if self.goes_down:  # as few micro-batches as fit
+                most = self.per_device * self.devices
+                accumulation = next(
+                    n for n in range(1, size + 1) if size % n == 0 and size <= n * most
                 )
             if seen + size > total:
                 if self.length["last_batch"] == "drop":
