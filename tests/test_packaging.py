@@ -48,7 +48,13 @@ def test_the_wheel_holds_every_module_config_and_asset_and_nothing_else(wheel):
     expected |= {
         f"maxtext_lite/{path.relative_to(REPOSITORY).as_posix()}" for path in configs
     }
-    pages = ("analysis/page.css", "analysis/page.html", "analysis/page.js", "py.typed")
+    pages = (
+        "analysis/page.css",
+        "analysis/page.html",
+        "analysis/page.js",
+        "analysis/pipeline.svg",
+        "py.typed",
+    )
     expected |= {f"maxtext_lite/{name}" for name in pages}
     assert expected <= names
     (about,) = {name.split("/")[0] for name in names} - {"maxtext_lite"}

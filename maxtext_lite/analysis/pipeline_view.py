@@ -1,19 +1,14 @@
 """A pipeline's timetable as text for a terminal or as SVG for a file."""
 
-import math
+from pathlib import Path
+
+import jinja2
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule, Work
 from maxtext_lite.config.errors import counted
 
 _MOST_TICKS_OF_TEXT = 24
 _MOST_TICKS_OF_SVG = 96
-_DARK, _WHITE = "#222222", "#ffffff"
-_COLORS = (
-    ("#4477aa", _WHITE), ("#66ccee", _DARK), ("#228833", _WHITE), ("#ccbb44", _DARK), ("#ee6677", _DARK),
-    ("#aa3377", _WHITE),
-)  # fmt: skip
-"""Colors of successive rounds or micro-batches, with the text color for each; the Bright palette of P. Tol."""
-_CHARACTER_EM = 0.56  # average width of a character in a wide sans-serif, as the reader's font is unknown
 
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
@@ -64,35 +59,6 @@ def pipeline_svg(shape: PipelineShape, schedule: Schedule) -> str:
         legend.append(f"colors are {'rounds' if shape.num_repeats > 1 else 'micro-batches'}")
     if more := _more(len(shape.timetable(schedule)[0]) - len(rows[0])):
         legend.append(f"{more} to the right")
-    box, lane, left, top = 26, 44, 74, 34
-    title, below = heading(shape, schedule), ", ".join(legend)
-    text_width = max(16 + math.ceil(_CHARACTER_EM * size * len(text)) for text, size in ((title, 13), (below, 11)))
-    width, height = max(left + box * len(rows[0]) + 12, text_width), top + lane * len(rows) + 26
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{title}" font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="{_WHITE}"/>',
-        f'<text x="8" y="20" font-size="13" fill="{_DARK}">{title}</text>',
-    ]
-    for stage, row in enumerate(rows):
-        y = top + lane * stage
-        parts.append(f'<text x="8" y="{y + 22}" fill="{_DARK}">stage {stage}</text>')
-        for tick, work in enumerate(row):
-            parts += _boxes(shape, work, left + box * tick, y, box - 2)
-    parts.append(f'<text x="8" y="{height - 8}" fill="#555555">{below}</text></svg>')
-    return "".join(parts)
-
-
-def _boxes(shape: PipelineShape, work: Work, x: int, y: int, size: int) -> list[str]:
-    found: list[str] = []
-    for piece, dy, full in ((work.forward, 0, True), (work.backward, 19, False)):
-        if piece is None:
-            continue
-        group = piece.round if shape.num_repeats > 1 else piece.number // shape.num_microbatches
-        color, text_on_it = _COLORS[group % len(_COLORS)]
-        fill, text = (color, text_on_it) if full else (_WHITE, _DARK)
-        found.append(
-            f'<rect x="{x}" y="{y + dy}" width="{size}" height="17" rx="2" fill="{fill}" stroke="{color}"/>'
-            f'<text x="{x + size / 2:g}" y="{y + dy + 12.5:g}" text-anchor="middle" fill="{text}">{piece.number}</text>'
-        )
-    return found
+    pages = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    drawing = pages.get_template("pipeline.svg")
+    return drawing.render(shape=shape, rows=rows, title=heading(shape, schedule), legend=", ".join(legend))
