@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -55,22 +56,42 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "int32"
 
 
-def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
-    """The numbers in a file, read when they are accessed; pickled as the name of the file.
-
-    Args:
-      columns: 0 for a vector; otherwise the width of a matrix stored by rows.
-    """
-    shape = (-1, columns) if columns else (-1,)
+def map_array(file: Path, dtype: str = "<i8") -> np.ndarray:
+    """The numbers in a file, read when they are accessed; pickled as the name of the file."""
     if file.stat().st_size == 0:
-        return np.zeros(0, dtype).reshape(shape)  # nothing can be mapped
-    mapped = np.memmap(file, dtype, mode="r").reshape(shape).view(_Mapped)
-    mapped.made_of = (file, dtype, columns)
+        return np.zeros(0, dtype)  # nothing can be mapped
+    mapped = np.memmap(file, dtype, mode="r").view(_Mapped)
+    mapped.made_of = (file, dtype)
     return mapped
 
 
+Arrays = dict[str, np.ndarray]
+"""Arrays by name, or parts of them that follow those before."""
+
+
+def join_parts(parts: Iterable[Arrays]) -> Arrays:
+    """The whole arrays, in memory."""
+    found: dict[str, list[np.ndarray]] = {}
+    for part in parts:
+        for name, values in part.items():
+            found.setdefault(name, []).append(values)
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def write_parts(directory: Path, parts: Iterable[Arrays]) -> None:
+    """Writes the whole arrays to a file each, `NAME.i64` for `map_array` if it has such numbers, otherwise NAME."""
+    with contextlib.ExitStack() as files:
+        opened: dict[str, BinaryIO] = {}
+        for part in parts:
+            for name, values in part.items():
+                if name not in opened:
+                    suffix = ".i64" if values.dtype == np.int64 else ""
+                    opened[name] = files.enter_context((directory / f"{name}{suffix}").open("wb"))
+                opened[name].write(values.tobytes())  # numpy's tofile is silent about a full disk
+
+
 class _Mapped(np.memmap):
-    made_of: tuple[Path, str, int] | None = None  # None: a part of a mapped array, or computed from one
+    made_of: tuple[Path, str] | None = None  # None: a part of a mapped array, or computed from one
 
     def __reduce__(self) -> Any:
         return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
@@ -105,6 +126,26 @@ class IndexPlace:
         index = (self.beside if os.access(existing, os.W_OK) else cache) / name
         with writing(index.parent):
             return make_directory(index, write)
+
+
+def stored_arrays(place: IndexPlace | None, name: str, parts: Iterator[Arrays]) -> list[np.ndarray]:
+    """The whole arrays of int64 of an index, in the order of the first part.
+
+    Args:
+      place: where they are kept, or made if they are not there; None: in memory.
+    Raises:
+      UserError: as of `IndexPlace.get`.
+    """
+    if place is None:
+        return [*join_parts(parts).values()]
+    first = next(parts)
+
+    def write(directory: Path) -> dict[str, Any]:
+        write_parts(directory, itertools.chain([first], parts))
+        return {}
+
+    index = place.get(name, write)
+    return [map_array(index / f"{each}.i64") for each in first]
 
 
 def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:

@@ -12,13 +12,12 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.json_file import read_object
-from maxtext_lite.data.cache import ABOUT, IndexPlace, map_array
+from maxtext_lite.data.cache import Arrays, IndexPlace, stored_arrays
 
 
 class TokenStream(Protocol):
@@ -157,12 +156,6 @@ class DocumentRows(_Stretches):
         documents = np.searchsorted(first_rows, rows, side="right") - 1
         starts = document_starts[documents] + (rows - first_rows[documents]) * self.num_tokens
         return starts, np.minimum(starts + self.num_tokens, document_starts[documents + 1])
-
-
-def first_rows(document_starts: np.ndarray, num_tokens: int, before: int = 0) -> np.ndarray:
-    """The row after the last row of each document; rows are not shared and `before` rows precede; int64 [documents]."""
-    # The last token of a document, end-of-text, has no target, so it does not make a row by itself.
-    return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens), dtype=np.int64)
 
 
 def build_row(
@@ -322,25 +315,26 @@ class BestFitRows:
     own, and its remainder is fitted in like a document.
 
     Attributes:
-      pieces: where each piece starts in the stream, and its slots; row by row, and in stream order within a row; int64
-        [P, 2].
-      rows: for each row, its first piece, and the target tokens of all rows before it; int64 [rows + 1, 2].
+      starts: where each piece starts in the stream; row by row, and in stream order within a row; int64 [pieces].
+      slots_before: slots of all pieces before each one, then those of all; int64 [pieces + 1].
+      first_pieces: the first piece of each row, then the number of pieces; int64 [rows + 1].
       num_tokens: slots of a row.
       cut_documents: documents in more than one piece.
     """
 
-    pieces: np.ndarray
-    rows: np.ndarray
+    starts: np.ndarray
+    slots_before: np.ndarray
+    first_pieces: np.ndarray
     num_tokens: int
     cut_documents: int
 
     def __len__(self) -> int:
-        return len(self.rows) - 1
+        return len(self.first_pieces) - 1
 
     @property
     def note(self) -> str:
         """The share of padding, and the documents that are cut."""
-        share = int(self.rows[-1, 1]) / max(len(self) * self.num_tokens, 1)
+        share = int(self.slots_before[-1]) / max(len(self) * self.num_tokens, 1)
         return (
             f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
             f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
@@ -352,27 +346,30 @@ class BestFitRows:
         Raises:
           UserError: the index does not belong to this stream.
         """
-        (first, before), (stop, after) = self.rows[row : row + 2].tolist()
-        pieces = self.pieces[first:stop].tolist()
-        read_all = [stream[start : start + slots + 1] for start, slots in pieces]
-        if not 0 < sum(map(len, read_all)) - len(pieces) == after - before <= self.num_tokens:
-            raise UserError(f"the index of row {row} is damaged{_where(self.rows)}.")
+        first, stop = self.first_pieces[row : row + 2].tolist()
+        slots = np.diff(self.slots_before[first : stop + 1]).tolist()
+        pieces = zip(self.starts[first:stop].tolist(), slots, strict=True)
+        read_all = [stream[start : start + count + 1] for start, count in pieces]
+        if not 0 < sum(map(len, read_all)) - len(slots) == sum(slots) <= self.num_tokens:
+            raise UserError(f"the index of row {row} is damaged{_where(self.starts)}.")
         return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Target tokens of these rows; repeated rows count repeatedly."""
-        before = np.asarray(self.rows)[:, 1]
-        return int((before[rows + 1] - before[rows]).sum())
+        first_pieces = np.asarray(self.first_pieces)
+        slots_before = np.asarray(self.slots_before)
+        return int((slots_before[first_pieces[rows + 1]] - slots_before[first_pieces[rows]]).sum())
 
     def count_targets_between(self, first: int, stop: int) -> int:
         """Target tokens of rows `first` to `stop - 1`."""
-        return int(self.rows[stop, 1] - self.rows[first, 1])
+        return int(self.slots_before[self.first_pieces[stop]] - self.slots_before[self.first_pieces[first]])
 
     def documents(self, rows: np.ndarray) -> Documents:
         """The documents in these rows; one that is cut counts as its pieces."""
-        first = np.asarray(self.rows)[:, 0]
-        pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
-        return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)
+        first_pieces = np.asarray(self.first_pieces)
+        slots_before = np.asarray(self.slots_before)
+        pieces, owners = ranges(first_pieces[rows], first_pieces[rows + 1] - first_pieces[rows])
+        return with_padding(slots_before[pieces + 1] - slots_before[pieces], owners, len(rows), self.num_tokens)
 
 
 Rows: TypeAlias = PackedRows | DocumentRows | BestFitRows
@@ -393,69 +390,47 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
     if packing is True:
         return PackedRows(document_starts, num_tokens)
     if packing is False:
-        if place is None:
-            return DocumentRows(document_starts, num_tokens, np.append(0, first_rows(document_starts, num_tokens)))
-        index = place.get(f"none-{num_tokens}", lambda path: _write_first_rows(path, document_starts, num_tokens))
-        return DocumentRows(document_starts, num_tokens, map_array(index / "first_rows.i64"))
-    if place is None:
-        windows = list(_windows(document_starts, num_tokens))
-        pieces = np.concatenate([np.zeros((0, 2), np.int64), *(window.pieces for window in windows)])
-        rows = np.concatenate([np.zeros((1, 2), np.int64), *(window.rows for window in windows)])
-        return BestFitRows(pieces, rows, num_tokens, sum(window.cut for window in windows))
-    index = place.get(f"best_fit-{num_tokens}", lambda path: _write_fitted(path, document_starts, num_tokens))
-    pieces, rows = (map_array(index / f"{name}.i64", columns=2) for name in ("pieces", "rows"))
-    return BestFitRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
+        (first_rows,) = stored_arrays(place, f"none-{num_tokens}", _first_rows(document_starts, num_tokens))
+        return DocumentRows(document_starts, num_tokens, first_rows)
+    fitted = stored_arrays(place, f"fitted-{num_tokens}", _fitted_windows(document_starts, num_tokens))
+    starts, slots_before, first_pieces, cut_documents = fitted
+    return BestFitRows(starts, slots_before, first_pieces, num_tokens, int(cut_documents.sum()))
 
 
-def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
-    before = 0
-    with (path / "first_rows.i64").open("wb") as file:
-        file.write(np.zeros(1, "<i8").tobytes())  # numpy's tofile is silent about a full disk
-        for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_A_TIME):
-            part = first_rows(document_starts[first : first + _DOCUMENTS_AT_A_TIME + 1], num_tokens, before)
-            file.write(part.astype("<i8").tobytes())
-            before = int(part[-1])
-    return {}
+def _first_rows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Arrays]:
+    """`DocumentRows.first_rows`, in parts."""
+    end = np.zeros(1, np.int64)
+    yield {"first_rows": end}
+    for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_A_TIME):
+        slots = np.diff(document_starts[first : first + _DOCUMENTS_AT_A_TIME + 1]) - 1  # end-of-text makes no row
+        part = end + np.cumsum(-(-slots // num_tokens), dtype=np.int64)
+        yield {"first_rows": part}
+        end = part[-1:]
 
 
-def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
-    cut = 0
-    with (path / "pieces.i64").open("wb") as pieces, (path / "rows.i64").open("wb") as rows:
-        rows.write(np.zeros((1, 2), "<i8").tobytes())
-        for window in _windows(document_starts, num_tokens):
-            pieces.write(window.pieces.astype("<i8").tobytes())
-            rows.write(window.rows.astype("<i8").tobytes())
-            cut += window.cut
-    return {"cut_documents": cut}
-
-
-class _Window(NamedTuple):
-    pieces: np.ndarray
-    rows: np.ndarray  # the end of each of its rows, in pieces and in targets of all windows so far
-    cut: int
-
-
-def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
-    """Consecutive groups of documents, each fitted into rows of its own: `BestFitRows.pieces` and `rows[1:]`."""
+def _fitted_windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Arrays]:
+    """The arrays of `BestFitRows`, of groups of documents that are fitted into rows of their own."""
     first = 0
     count = len(document_starts) - 1
-    end = np.zeros(2, np.int64)
+    slots_before = num_pieces = np.zeros(1, np.int64)
+    none = np.zeros(0, np.int64)
+    yield {"starts": none, "slots_before": slots_before, "first_pieces": num_pieces, "cut_documents": none}
     while first < count:
         stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
         stop = min(max(stop, first + 1), first + _WINDOW_DOCUMENTS, count)
-        starts = np.asarray(document_starts[first : stop + 1])
-        pieces, keys = _fitted(starts, num_tokens)
+        documents = np.asarray(document_starts[first : stop + 1])
+        starts, slots, keys = _fitted(documents, num_tokens)
         first = stop
-        if not len(pieces):  # every document is a single token
+        if not len(starts):  # every document is a single token
             continue
-        row_ends = np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
-        rows = end + np.stack([row_ends, np.cumsum(pieces[:, 1])[row_ends - 1]], axis=1)
-        yield _Window(pieces, rows, int((np.diff(starts) - 1 > num_tokens).sum()))
-        end = rows[-1]
+        slots_before = slots_before[-1] + np.cumsum(slots)
+        num_pieces = num_pieces[-1] + np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
+        cut = np.array([(np.diff(documents) - 1 > num_tokens).sum()], np.int64)
+        yield {"starts": starts, "slots_before": slots_before, "first_pieces": num_pieces, "cut_documents": cut}
 
 
-def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(pieces row by row, the row of each); a row is identified by where the first of its longest pieces starts.
+def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(starts and slots of pieces row by row, the row of each: where the first of its longest pieces starts).
 
     What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
     Rows are in the order of their longest pieces, so that the last rows contain documents of every length.
@@ -476,4 +451,4 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     slots = np.concatenate([np.full(len(whole_starts), num_tokens), rest[members]])
     keys = np.concatenate([whole_starts, keys])
     order = np.lexsort((starts, keys))
-    return np.stack([starts, slots], axis=1)[order], keys[order]
+    return starts[order], slots[order], keys[order]

@@ -28,23 +28,25 @@ from maxtext_lite.console import complain
 from maxtext_lite.data.cache import (
     ABOUT,
     CACHE_VARIABLE,
+    Arrays,
     IndexPlace,
     cache_directory,
     file_sha256,
+    join_parts,
     locked,
     make_directory,
     map_array,
     token_dtype,
+    write_parts,
 )
 from maxtext_lite.data.documents import batches, read_documents
 from maxtext_lite.data.rows import TokenStream
-from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 
 LEAST_BYTES = 2**25
 """Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""
-_FORMAT = 2
-_TOKENS, _STARTS = "tokens", "starts.i64"
+_FORMAT = 3
 _DOCUMENTS_PER_ENCODING = 4096  # these two bound the memory of the tokenizer library's results
 _CHARACTERS_PER_ENCODING = 2**22
 _IDS_AT_ONCE = 2**22
@@ -84,25 +86,28 @@ def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[s
         cached = _cached(config, encoder, files)
         if cached is not None:
             return cached
-    streams = [np.zeros(0, _dtype(encoder))]
-    lengths = [np.zeros(1, np.int64)]
-    num_spelled = 0
-    for part in _encoded(encoder, files):
-        streams.append(part.stream)
-        lengths.append(part.lengths[part.lengths > 0])
-        num_spelled += part.num_spelled
-    stream, starts = np.concatenate(streams), np.cumsum(np.concatenate(lengths), dtype=np.int64)
-    return TokenizedText(stream, starts, text_fingerprint(stream, starts, encoder), num_spelled)
+    text = join_parts(_encoded(encoder, files))
+    fingerprint = text_fingerprint(text["tokens"], text["starts"], encoder)
+    return TokenizedText(text["tokens"], text["starts"], fingerprint, int(text["spelled"].sum()))
 
 
 def _dtype(encoder: TextEncoder) -> np.dtype[Any]:
     return np.dtype(token_dtype(encoder.tokenizer.vocab_size))
 
 
-def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[EncodedDocuments]:
-    """The tokens of the documents, some thousands at a time."""
+def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[Arrays]:
+    """The tokens, the starts of documents, and numbers of special tokens that they spell, in parts."""
+    num_tokens = 0
+    start = said = time.monotonic()
+    yield {"tokens": np.zeros(0, _dtype(encoder)), "starts": np.zeros(1, np.int64), "spelled": np.zeros(1, np.int64)}
     for texts in batches(read_documents(files, encoder), _DOCUMENTS_PER_ENCODING, _CHARACTERS_PER_ENCODING):
-        yield encoder.documents(texts, _dtype(encoder))
+        part = encoder.documents(texts, _dtype(encoder))
+        stops = num_tokens + np.cumsum(part.lengths[part.lengths > 0])
+        num_tokens += len(part.stream)
+        yield {"tokens": part.stream, "starts": stops, "spelled": np.array([part.num_spelled])}
+        if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
 
 
 def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText | None:
@@ -149,26 +154,15 @@ def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
 
 
 def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> dict[str, Any]:
-    """Writes the tokens and the starts of documents; returns the facts about them."""
-    num_tokens = 0
-    num_spelled = 0
-    start = said = time.monotonic()
-    with (made / _TOKENS).open("wb") as tokens, (made / _STARTS).open("wb") as starts:
-        starts.write(np.zeros(1, "<i8").tobytes())  # numpy's tofile is silent about a full disk
-        for part in _encoded(encoder, files):
-            tokens.write(part.stream.tobytes())
-            stops = num_tokens + np.cumsum(part.lengths[part.lengths > 0])
-            starts.write(stops.astype("<i8").tobytes())
-            num_tokens += len(part.stream)
-            num_spelled += part.num_spelled
-            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
-                complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
-    return {"fingerprint": text_fingerprint(*_mapped(made, encoder), encoder), "spelled": num_spelled}
+    """Writes the arrays of a text; returns its fingerprint."""
+    write_parts(made, _encoded(encoder, files))
+    tokens, starts, _ = _mapped(made, encoder)
+    return {"fingerprint": text_fingerprint(tokens, starts, encoder)}
 
 
-def _mapped(entry: Path, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
-    return map_array(entry / _TOKENS, _dtype(encoder).str), map_array(entry / _STARTS)
+def _mapped(entry: Path, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens = map_array(entry / "tokens", _dtype(encoder).str)
+    return tokens, map_array(entry / "starts.i64"), map_array(entry / "spelled.i64")
 
 
 def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, encoder: TextEncoder) -> str:
@@ -188,11 +182,12 @@ def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
     """
     try:
         about = read_object(entry / ABOUT)
-        stream, starts = _mapped(entry, encoder)
+        stream, starts, spelled = _mapped(entry, encoder)
         fingerprint = text_fingerprint(stream, starts, encoder)
         if fingerprint != about["fingerprint"]:
             raise UserError(f"{entry} is not what was written.")
         place = IndexPlace(entry / "rows", fingerprint)
-        return TokenizedText(stream, starts, fingerprint, about["spelled"], place, (f"read from the cache {entry}",))
+        notes = (f"read from the cache {entry}",)
+        return TokenizedText(stream, starts, fingerprint, int(spelled.sum()), place, notes)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{entry} is damaged ({error!r}).") from None

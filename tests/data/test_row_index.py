@@ -121,9 +121,9 @@ def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_ma
     rows_of("best_fit", starts, 32, place)
     made = files_of(place.beside)
     (index,) = place.beside.iterdir()
-    before = (index / "rows.i64").stat().st_mtime_ns
+    before = (index / "starts.i64").stat().st_mtime_ns
     rows_of("best_fit", starts, 32, place)
-    assert (index / "rows.i64").stat().st_mtime_ns == before
+    assert (index / "starts.i64").stat().st_mtime_ns == before
     rows_of("best_fit", starts, 16, place)
     rows_of(False, starts, 32, place)
     assert len(list(place.beside.iterdir())) == 3
@@ -141,13 +141,13 @@ def test_a_damaged_index_is_named(place):
     stream, starts = stream_of(LENGTHS)
     rows_of("best_fit", starts, 32, place)
     (index,) = place.beside.iterdir()
-    pieces = (index / "pieces.i64").read_bytes()
-    (index / "pieces.i64").write_bytes(pieces[:-16])
+    slots = (index / "slots_before.i64").read_bytes()
+    (index / "slots_before.i64").write_bytes(slots[:-8])
     with pytest.raises(UserError, match=f"delete {index}"):
         rows_of("best_fit", starts, 32, place)
-    for at in (8, 15):  # slots of the first piece; 2**63 of them
-        changed = bytearray(pieces)
+    for at in (8, 15):  # slots before the second piece; 2**62 more
+        changed = bytearray(slots)
         changed[at] ^= 64
-        (index / "pieces.i64").write_bytes(changed)
+        (index / "slots_before.i64").write_bytes(changed)
         with pytest.raises(UserError, match=f"row 0 .*delete {index}"):
             rows_of("best_fit", starts, 32, place).build(stream, 0)
