@@ -18,34 +18,15 @@ from maxtext_lite.config.load import packaged_directory
 
 Origin = Literal["file", "base", "defaults"]
 """Of a key: a file of the user's, one that it is based on, or MaxText's own file."""
-_KEYS = "maxtext_keys.yml"
+Values = dict[str, Any]
+"""Keys and values."""
 _VERSION = "0.2.5"
 _LARGEST = 1e15
 _OF_EXPERTS = re.compile(r"moe|expert|rout|topk|capacity|first_num_dense")
 _NO_PATH = "prepared"  # where the user must put the data
 _NO_TOKENIZER = "tokenizer"  # and the tokenizer of the named model
 _LLAMA_TOKENIZER = "tokenizer.llama2"  # MaxText's own, where neither a model nor a tokenizer is named
-_PLAIN_BLOCKS = {  # decoder_block: whether it may have biases in attention, and norms of queries and keys
-    **dict.fromkeys(("default", "llama2", "mistral", "mixtral"), (False, False)),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-    "qwen3_moe": (False, True),
-}
-_SAVED = {  # remat_policy: the tensors that it keeps on the device, for policies without a name here
-    "save_out_proj": ("out_proj",),
-    "save_dot_except_mlp": (*QKV, "out_proj"),
-    "save_dot_with_context_except_mlp": (*QKV, "context", "out_proj"),
-    "save_dot_except_mlpwi": (*QKV, "out_proj", "mlpwo"),
-}
-_OTHER_POLICIES = {  # remat_policy: the same with a name here
-    "minimal_with_context": "save_dot_products",
-    "minimal_flash": "save_dot_products",
-    "minimal_with_context_and_quantization": "save_dot_products",
-    "minimal_with_quantization": "minimal",
-    "": "none",
-}
 _WITH_FILES = ("hf", "grain")  # dataset_type: those whose files are stated
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh approximation by default
 
 
 @dataclass
@@ -63,8 +44,8 @@ class Translation:
     """
 
     stated: Collection[str]
-    of: dict[str, Any]
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    of: Values
+    values: Values = field(default_factory=Values)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     losses: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -81,19 +62,22 @@ class Translation:
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
-    return yaml.safe_load((packaged_directory("assets") / _KEYS).read_text(encoding="utf-8"))
+def maxtext_table() -> Values:
+    """maxtext_keys.yml."""
+    return yaml.safe_load((packaged_directory("assets") / "maxtext_keys.yml").read_text(encoding="utf-8"))
 
 
 @functools.cache
-def maxtext_defaults() -> dict[str, Any]:
+def maxtext_defaults() -> Values:
     """MaxText's default of each key that is translated or may be lost."""
-    table = _table()
-    found: dict[str, Any] = {}
+    table = maxtext_table()
+    found: Values = {}
     for part in (table, table["architecture"]):
-        found |= part["same"] | part["computed"] | {key: row[0] for key, row in part["renamed"].items()}
-    for axis in (axis for axes in table["axes"].values() for axis in axes):
-        found |= {f"ici_{axis}_parallelism": 1, f"dcn_{axis}_parallelism": 1}
+        found |= part["same"] | part["computed"]
+        found |= {key: row[0] for key, row in part["renamed"].items()}
+    for axes in table["axes"].values():
+        for axis in axes:
+            found |= {f"ici_{axis}_parallelism": 1, f"dcn_{axis}_parallelism": 1}
     for keys in table["lacking"].values():
         found |= keys
     return found | {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
@@ -104,28 +88,30 @@ def keys_without_part_in(stated: Mapping[str, Any]) -> frozenset[str]:
 
     MaxText's own file of defaults states them all, and its versions differ in them.
     """
-    part = _table()["architecture"]
+    part = maxtext_table()["architecture"]
     keys = {*part["same"], *part["renamed"], *part["computed"]}
     if stated.get("model_name") not in (None, "default"):
         return frozenset(keys)
-    has_experts = stated.get("num_experts", 1) != 1
-    return frozenset() if has_experts else frozenset(key for key in keys if _OF_EXPERTS.search(key))
+    if stated.get("num_experts", 1) != 1:
+        return frozenset()
+    return frozenset(filter(_OF_EXPERTS.search, keys))
 
 
-def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
+def maxtext_models() -> dict[str, tuple[str, Values]]:
     """For each model_name of MaxText, ours and the keys that must be added for MaxText's dimensions.
 
     MaxText reads NAME-Instruct as NAME.
     """
-    models = _table()["models"]
-    same = {name: (name, dict[str, Any]()) for name in models["same"].split()}
-    return same | {name: (ours, besides) for name, (ours, besides) in models["renamed"].items()}
+    models = maxtext_table()["models"]
+    return {name: (name, {}) for name in models["same"].split()} | models["renamed"]
 
 
 def reason_without_effect(key: str) -> str | None:
     """The reason why a key has no effect here; None: MaxText has no such key."""
-    families = _table()["elsewhere"].items()
-    return next((why for why, names in families if any(fnmatch.fnmatchcase(key, name) for name in names.split())), None)
+    for why, names in maxtext_table()["elsewhere"].items():
+        if any(fnmatch.fnmatchcase(key, name) for name in names.split()):
+            return why
+    return None
 
 
 def translate(
@@ -149,31 +135,25 @@ def translate(
         raise UserError("reinforcement learning is not translated: docs/coming_from.md names its keys here.")
     if stated.get("student_overrides") or stated.get("teacher_overrides"):
         raise UserError("student_overrides and teacher_overrides: distillation has no equivalent.")
+    table = maxtext_table()
     defaults = maxtext_defaults()
-    known = {key: value for key, value in stated.items() if key in defaults}
-    name = str(known.get("model_name") or "default").removesuffix("-Instruct")
+    of = dict(defaults)
+    for key in stated.keys() & defaults.keys():
+        of[key] = "" if stated[key] is None and defaults[key] == "" else stated[key]
+    name = str(of["model_name"] or "default").removesuffix("-Instruct")
     is_named = name != "default"
-    of_model = [key for key in _keys_of_model(name) if key in known] if is_named else []
-    overridden = {key: known.pop(key) for key in of_model if key in origins}
-    of = defaults | {key: "" if value is None and defaults[key] == "" else value for key, value in known.items()}
-    found = Translation(stated.keys() - overridden.keys(), of)
+    of_model = [key for key in _keys_of_model(name) if key in stated] if is_named else []
+    overridden = [key for key in of_model if key in origins]
+    for key in overridden:
+        of[key] = defaults[key]
+    found = Translation(stated.keys() - set(overridden), of)
     _sort_others(found, stated, origins, ignore_unknown=ignore_unknown)
-    shown = [
-        f"{key}={value_text(value)}"
-        for key, value in overridden.items()
-        if origins[key] == "file" and value != defaults[key]
-    ]
-    if shown:
-        found.notes.append(f"models/{name}.yml wins over a config file, as in MaxText: {', '.join(shown)}")
-    beside = [key for key in of_model if key not in overridden]
-    if beside and not stated.get("override_model_config"):
-        found.notes.append(f"MaxText takes {', '.join(beside)} beside model_name with override_model_config=true alone")
+    _note_overridden(found, stated, origins, name, of_model)
     _check_kinds(of)
     if of["steps"] == -1:
         of["steps"] = of["learning_rate_schedule_steps"]
     if of["steps"] == -1:
         raise UserError("steps=-1 takes learning_rate_schedule_steps, which is -1 too: state one of them.")
-    table = _table()
     scaled = _scale(of, is_named=is_named)
     _rows(found, table)
     _rows(found, table["architecture"], only_stated=is_named)
@@ -189,9 +169,8 @@ def translate(
     _model(found, name)
     _remat(found)
     _data(found)
-    services = {"tensorboard": of["enable_tensorboard"], "wandb": of["enable_wandb"]}
-    chosen = ",".join(service for service, is_on in services.items() if is_on)
-    found.put("log_to", chosen, "enable_tensorboard", "enable_wandb")
+    services = [service for service in ("tensorboard", "wandb") if of[f"enable_{service}"]]
+    found.put("log_to", ",".join(services), "enable_tensorboard", "enable_wandb")
     if of["enable_wandb"]:
         found.notes.append("W&B's project is WANDB_PROJECT in the environment (docs/running.md)")
     return found
@@ -200,7 +179,7 @@ def translate(
 def _keys_of_model(name: str) -> list[str]:
     """The keys that MaxText's file of a model states."""
     keys: list[str] = []
-    for patterns, stated in _table()["models"]["states"].items():
+    for patterns, stated in maxtext_table()["models"]["states"].items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split()):
             keys += stated.split()
     return keys
@@ -212,7 +191,7 @@ def _sort_others(
     """Lists the stated keys that are not translated: without effect here, or unknown to MaxText."""
     problems: list[str] = []
     for key, value in stated.items():
-        if key in maxtext_defaults():
+        if key in found.of:
             continue
         reason = reason_without_effect(key)
         if reason is not None:
@@ -220,13 +199,30 @@ def _sort_others(
         elif ignore_unknown or origins.get(key) in ("base", "defaults"):
             found.losses.append(f"{key}={value_text(value)}: MaxText {_VERSION} has no such key")
         else:
-            problems.append(f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, maxtext_defaults())}")
+            problems.append(f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, found.of)}")
     if problems:
         problems[-1] += " --ignore-unknown lists such keys instead."
         raise UserError(problems)
 
 
-def _scale(of: dict[str, Any], *, is_named: bool) -> list[str]:
+def _note_overridden(
+    found: Translation, stated: Mapping[str, Any], origins: Mapping[str, Origin], name: str, of_model: list[str]
+) -> None:
+    """Says which stated keys the file of a named model states too, and which of the two counts."""
+    shown: list[str] = []
+    beside: list[str] = []
+    for key in of_model:
+        if key not in origins:
+            beside.append(key)
+        elif origins[key] == "file" and stated[key] != found.of[key]:
+            shown.append(f"{key}={value_text(stated[key])}")
+    if shown:
+        found.notes.append(f"models/{name}.yml wins over a config file, as in MaxText: {', '.join(shown)}")
+    if beside and not stated.get("override_model_config"):
+        found.notes.append(f"MaxText takes {', '.join(beside)} beside model_name with override_model_config=true alone")
+
+
+def _scale(of: Values, *, is_named: bool) -> list[str]:
     """Multiplies dimensions by global_parameter_scale, a power of two, as MaxText does; returns the changed keys.
 
     Of three doublings one goes to heads and mlp, one to the width and one to the layers.
@@ -239,39 +235,42 @@ def _scale(of: dict[str, Any], *, is_named: bool) -> list[str]:
         raise UserError(f"global_parameter_scale={value_text(scale)} is not a power of two.")
     if is_named:
         raise UserError(f"global_parameter_scale={scale} with a model_name is not translated: state the dimensions.")
-    layers, rest = divmod(doublings, 3)
-    width = layers + (rest > 1)
-    inner = layers + (rest > 0)
-    powers = {"base_emb_dim": width, "base_num_query_heads": inner, "base_num_kv_heads": inner, "base_mlp_dim": inner,
-              "base_moe_mlp_dim": inner, "base_num_decoder_layers": layers}  # fmt: skip
+    inner = ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim")
+    powers = {"base_emb_dim": (doublings + 1) // 3}
+    powers |= dict.fromkeys(inner, (doublings + 2) // 3)
+    powers["base_num_decoder_layers"] = doublings // 3
     changed = [key for key, power in powers.items() if power and of[key] > 0]
     for key in changed:
         of[key] *= 2 ** powers[key]
     return changed
 
 
-def _check_kinds(of: Mapping[str, Any]) -> None:
+def _check_kinds(of: Values) -> None:
     """Refuses values of the wrong kind, such as text for a number, before anything computes with them."""
-    lacking = {key for keys in _table()["lacking"].values() for key in keys}
+    lacking = {key for keys in maxtext_table()["lacking"].values() for key in keys}
     problems: list[str] = []
     for key, default in maxtext_defaults().items():
         value = of[key]
-        if value is default or key in lacking:
+        if key in lacking or _is_kind_of(value, default):
             continue
-        if isinstance(default, int | float | None) and not isinstance(default, bool):
-            is_right = isinstance(value, int | float) and abs(value) < _LARGEST
-            is_right &= default is None or not isinstance(value, bool)
-        else:
-            is_right = type(value) is type(default)
-        if not is_right:
-            problems.append(f"{key}={value_text(value)} is not of the kind of MaxText's {key}={value_text(default)}.")
+        problems.append(f"{key}={value_text(value)} is not of the kind of MaxText's {key}={value_text(default)}.")
     if problems:
         raise UserError(problems)
 
 
-def _rows(found: Translation, part: Mapping[str, Any], *, only_stated: bool = False) -> None:
+def _is_kind_of(value: object, default: object) -> bool:
+    if value is default:
+        return True
+    if default is None:
+        return isinstance(value, int | float) and abs(value) < _LARGEST
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return type(value) is type(default)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _rows(found: Translation, part: Values, *, only_stated: bool = False) -> None:
     """Translates the keys that have exactly one counterpart here."""
-    rows: dict[str, list[Any]] = {key: ["", key] for key in part["same"]} | part["renamed"]
+    rows = {key: ["", key] for key in part["same"]} | part["renamed"]
     for key, (_, ours, *choices) in rows.items():
         value = found.of[key]
         if only_stated and key not in found.stated:
@@ -279,10 +278,12 @@ def _rows(found: Translation, part: Mapping[str, Any], *, only_stated: bool = Fa
         if not choices:
             if value not in (None, ""):
                 found.put(ours, value, key)
-        elif value in choices[0] or isinstance(value, int):
-            found.put(ours, choices[0].get(value, value), key)
+            continue
+        (names,) = choices
+        if value in names or isinstance(value, int):
+            found.put(ours, names.get(value, value), key)
         else:
-            known = dict.fromkeys(map(str, choices[0].values()))
+            known = dict.fromkeys(map(str, names.values()))
             found.lose(key, f"{ours} is one of {', '.join(known)}")
 
 
@@ -317,16 +318,19 @@ def _batch(found: Translation, num_devices: int | None) -> None:
 
 def _mesh(found: Translation) -> None:
     of = found.of
-    for ours, theirs in _table()["axes"].items():
+    slices = max(of["num_slices"], 1)
+    for ours, theirs in maxtext_table()["axes"].items():
         for links in ("ici", "dcn"):
             keys = [f"{links}_{axis}_parallelism" for axis in theirs]
             sizes = [of[key] for key in keys]
             if links == "dcn":
-                sizes = [max(of["num_slices"], 1) if size == -1 else size for size in sizes]
-            found.put(f"{links}_{ours}_parallelism", -1 if -1 in sizes else math.prod(sizes), *keys)
+                sizes = [slices if size == -1 else size for size in sizes]
+            size = -1 if -1 in sizes else math.prod(sizes)
+            found.put(f"{links}_{ours}_parallelism", size, *keys)
     if of["enable_diloco"]:
-        keys = ["ici_diloco_parallelism", "dcn_diloco_parallelism"]
-        found.put("diloco_num_replicas", math.prod(max(of[key], 1) for key in keys), *keys)
+        keys = ("ici_diloco_parallelism", "dcn_diloco_parallelism")
+        replicas = max(of[keys[0]], 1) * max(of[keys[1]], 1)
+        found.put("diloco_num_replicas", replicas, *keys)
 
 
 def _optimizer(found: Translation) -> None:
@@ -335,7 +339,9 @@ def _optimizer(found: Translation) -> None:
     end = of["learning_rate_schedule_steps"]
     if end not in (-1, steps):
         found.lose("learning_rate_schedule_steps", f"the schedule ends with the last of steps={steps}")
-    warmup = int((steps if end == -1 else end) * of["warmup_steps_fraction"])
+    if end == -1:
+        end = steps
+    warmup = int(end * of["warmup_steps_fraction"])
     found.put("warmup_steps", warmup, "warmup_steps_fraction", "learning_rate_schedule_steps", "steps")
     decays = {"sgd": 0.0, "muon": of["muon_weight_decay"]}
     decay = decays.get(of["opt_type"], of["adam_weight_decay"])
@@ -356,6 +362,7 @@ def _optimizer(found: Translation) -> None:
 
 def _model(found: Translation, name: str) -> None:
     of = found.of
+    table = maxtext_table()
     models = maxtext_models()
     if name not in models:
         stated = str(of["model_name"])
@@ -366,26 +373,22 @@ def _model(found: Translation, name: str) -> None:
         if not found.sources.get(key):
             found.put(key, value, "model_name")
     if name != "default":
-        for key in _table()["architecture"]["computed"]:
-            if key in found.stated and of[key] != maxtext_defaults()[key]:
+        for key, default in table["architecture"]["computed"].items():
+            if key in found.stated and of[key] != default:
                 found.lose(key, "model_name decides it")
         return
     block = of["decoder_block"]
-    if block not in _PLAIN_BLOCKS:
+    if block not in table["plain_blocks"]:
         hint = did_you_mean(str(block), models)
         raise UserError(f"decoder_block={value_text(block)} needs model_name: only Llama's kind does without.{hint}")
-    may_have_bias, may_norm_heads = _PLAIN_BLOCKS[block]
-    for key, ours, value, is_allowed in (
-        ("attention_bias", "attention_bias", "qkv", may_have_bias),
-        ("use_qk_norm", "qk_norm", "head", may_norm_heads),
-    ):
-        if of[key] and is_allowed:
+    for key, ours, value in (("attention_bias", "attention_bias", "qkv"), ("use_qk_norm", "qk_norm", "head")):
+        if of[key] and key in table["plain_blocks"][block]:
             found.put(ours, value, key, "decoder_block")
         elif of[key]:
             found.lose(key, f"with decoder_block={block} there is no equivalent")
     first, *gate = [str(activation) for activation in of["mlp_activations"]] or [""]
-    if first in _ACTIVATIONS and gate in ([], ["linear"]):
-        found.put("mlp_activation", _ACTIVATIONS[first], "mlp_activations")
+    if first in table["activations"] and gate in ([], ["linear"]):
+        found.put("mlp_activation", table["activations"][first], "mlp_activations")
         found.put("gated_mlp", bool(gate), "mlp_activations")
     else:
         found.lose("mlp_activations", "mlp_activation has no such kind")
@@ -400,18 +403,21 @@ def _model(found: Translation, name: str) -> None:
 
 def _remat(found: Translation) -> None:
     of = found.of
+    table = maxtext_table()
     policy = of["remat_policy"]
-    saved = _SAVED.get(policy, ())
-    offloaded: tuple[str, ...] = ()
+    saved = table["saved"].get(policy, [])
+    offloaded: list[str] = []
     if policy == "custom":
-        places = {name: of.get(name) for name in REMAT_TENSORS}
-        for name in QKV:
-            if places[name] == "remat":
-                places[name] = of["qkv_proj"]
-        saved = tuple(name for name, at in places.items() if at == "device" and name != "decoder_layer_input")
-        offloaded = tuple(name for name, at in places.items() if at == "offload")
+        for tensor in REMAT_TENSORS:
+            place = of.get(tensor)
+            if tensor in QKV and place == "remat":
+                place = of["qkv_proj"]
+            if place == "offload":
+                offloaded.append(tensor)
+            elif place == "device" and tensor != "decoder_layer_input":
+                saved.append(tensor)
     elif not saved:
-        found.put("remat_policy", _OTHER_POLICIES.get(policy, policy), "remat_policy")
+        found.put("remat_policy", table["policies"].get(policy, policy), "remat_policy")
         return
     found.put("remat_policy", "custom" if saved or offloaded else "full", "remat_policy")
     if saved:
@@ -425,24 +431,24 @@ def _data(found: Translation) -> None:
     kind = of["dataset_type"]
     seed = of["data_shuffle_seed"] if of["enable_data_shuffling"] else -1
     found.put("data_shuffle_seed", seed, "data_shuffle_seed", "enable_data_shuffling")
+    packing = "best_fit"
     if not of["packing"]:
         packing = "none"
     elif kind == "synthetic" or of["grain_packing_type"] == "concat_then_split":
         packing = "concat"
-    else:
-        packing = "best_fit"
     found.put("packing", packing, "packing")
-    if kind == "synthetic" and not (of["use_sft"] or of["use_dpo"]):
+    ours = "array_record"
+    if of["use_dpo"]:
+        ours = "dpo"
+    elif of["use_sft"]:
+        ours = "sft"
+    elif kind == "synthetic":
         found.put("dataset_type", "synthetic", "dataset_type")
         for key in ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"):  # of no use for synthetic data
             found.values.pop(key, None)
         return
     if not of["tokenizer_path"]:
         _default_tokenizer(found)
-    if of["use_dpo"]:
-        ours = "dpo"
-    else:
-        ours = "sft" if of["use_sft"] else "array_record"
     found.put("dataset_type", ours, "dataset_type", "use_dpo", "use_sft")
     _dataset_path(found, ours)
     _held_out(found, ours)
@@ -457,8 +463,9 @@ def _dataset_path(found: Translation, ours: str) -> None:
     patterns = _patterns(found.of[key]) if key else []
     if ours != "array_record" and len(patterns) == 1:
         found.put("dataset_path", patterns[0][0], key)
-    elif len(patterns) > 1:
-        sources: list[dict[str, Any]] = []
+        return
+    if len(patterns) > 1:
+        sources: list[Values] = []
         for number, (pattern, weight) in enumerate(patterns, 1):
             path = pattern
             if ours == "array_record":
@@ -466,13 +473,13 @@ def _dataset_path(found: Translation, ours: str) -> None:
                 found.notes.append(f"{path} is to be what `prepare` makes of the text of {value_text(pattern)}")
             sources.append({"path": path, "weight": weight})
         found.put("dataset_path", sources, key)
-    else:
-        found.put("dataset_path", _NO_PATH, key)
-        what = "JSONL files (docs/post_training.md)"
-        if ours == "array_record":
-            of_text = f"the text of {value_text(patterns[0][0])}" if patterns else "its text"
-            what = f"what `prepare` makes of {of_text}"
-        found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {what}")
+        return
+    found.put("dataset_path", _NO_PATH, key)
+    what = "JSONL files (docs/post_training.md)"
+    if ours == "array_record":
+        of_text = f"the text of {value_text(patterns[0][0])}" if patterns else "its text"
+        what = f"what `prepare` makes of {of_text}"
+    found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {what}")
 
 
 def _held_out(found: Translation, ours: str) -> None:

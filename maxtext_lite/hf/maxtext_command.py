@@ -12,22 +12,11 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import read_text
 from maxtext_lite.config.load import keys_twice
 from maxtext_lite.config.yaml import YamlValue, parse_mapping
-from maxtext_lite.hf.maxtext import Origin, keys_without_part_in, maxtext_defaults, reason_without_effect
+from maxtext_lite.hf.maxtext import Origin, keys_without_part_in, maxtext_defaults, maxtext_table, reason_without_effect
 
 _MOST_BASES = 16
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
 _OLD_NAMES = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}  # of versions before 0.2
-_TRAINERS: dict[str, dict[str, Any]] = {  # by the end of the module's name: MaxText's file where a command names none
-    "train_sft": {
-        "use_sft": True,
-        "sft_train_on_completion_only": True,
-        "learning_rate": 2e-5,
-        "dataset_type": "hf",
-    },
-    "train_dpo": {"use_dpo": True, "packing": False, "learning_rate": 5e-7, "dataset_type": "hf"},
-    "train_rl": {"rl": {}},
-    "train_distill": {"student_overrides": {"model_name": ""}},
-}
 
 
 @dataclass
@@ -76,10 +65,10 @@ def read_command(command: Sequence[str], words: Sequence[str]) -> StatedKeys:
         _read_file(found, words[0])
         words = words[1:]
     else:
-        modules = [word.rpartition(".")[2] for word in command]
-        trainer = next((module for module in modules if module in _TRAINERS), "")
-        for key, value in _TRAINERS.get(trainer, {}).items():
-            found.add(key, YamlValue(value, None), "file")
+        trainers = maxtext_table()["trainers"]
+        for word in command:
+            for key, value in trainers.get(word.rpartition(".")[2], {}).items():
+                found.add(key, YamlValue(value, None), "file")
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
