@@ -20,41 +20,12 @@ import orbax.checkpoint as ocp
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.hf.names import flat
+from maxtext_lite.hf.maxtext import maxtext_table
+from maxtext_lite.hf.names import flat, nested, some_of
 from maxtext_lite.parallel import Params
 from maxtext_lite.training.saving import reading
 
-_EXPRESSED: Mapping[str, tuple[object, ...]] = {
-    "normalization": ("rms_norm", "rms_norm_plus_one"), "norm_placement": ("pre", "both"), "gated_mlp": (True,),
-    "mlp_bias": (False,), "attention_bias": ("none", "qkv"), "qk_norm": ("none", "head"), "num_experts": (1,),
-    "attention_sinks": (False,), "mla": (None,), "trainable_position_size": (0,), "partial_rotary_factor": (1.0,),
-    "parallel_block": ("none",), "residual_multiplier": (1.0,), "embedding_multiplier": (1.0,),
-    "logits_multiplier": (1.0,), "clip_qkv": (0.0,), "inverse_layer_scaling": (False,), "position_temperature": (None,),
-}  # fmt: skip
-_ROOT = {
-    "embedding/table": "token_embedder/embedding",
-    "final_norm/scale": "decoder/decoder_norm/scale",
-    "head/projection": "decoder/logits_dense/kernel",
-}
 _VOCABULARY = {"embedding/table": 0, "head/projection": 1}  # the dim that MaxText may have padded
-_LAYER = {
-    "attention/query": ("self_attention/query/kernel",),
-    "attention/key": ("self_attention/key/kernel",),
-    "attention/value": ("self_attention/value/kernel",),
-    "attention/out": ("self_attention/out/kernel",),
-    "attention/query_bias": ("self_attention/query/bias",),
-    "attention/key_bias": ("self_attention/key/bias",),
-    "attention/value_bias": ("self_attention/value/bias",),
-    "attention/query_norm/scale": ("self_attention/query_norm/scale",),
-    "attention/key_norm/scale": ("self_attention/key_norm/scale",),
-    "attention_norm/scale": ("pre_self_attention_layer_norm/scale", "pre_self_attention_norm/scale"),
-    "attention_post_norm/scale": ("post_self_attention_norm/scale",),
-    "mlp_norm/scale": ("post_self_attention_layer_norm/scale", "pre_ffw_norm/scale"),
-    "mlp_post_norm/scale": ("post_ffw_norm/scale",),
-    "mlp/gate": ("mlp/wi_0/kernel",),
-    "mlp/up": ("mlp/wi_1/kernel",),
-    "mlp/down": ("mlp/wo/kernel",),
-}
 _GEMMA3_PERIOD = 6  # layers that are scanned together; the remainder is not scanned
 
 
@@ -69,13 +40,23 @@ class _Place(NamedTuple):
     number: int | None
 
 
+class _Parameter(NamedTuple):
+    """A parameter, and where each of its layers is; outside the layers, it is one array."""
+
+    leaf: jax.ShapeDtypeStruct
+    places: list[_Place]
+    has_layers: bool
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return self.leaf.shape[int(self.has_layers) :]
+
+
 def maxtext_items(source: Path) -> Path | None:
     """The newest MaxText parameters in a directory of checkpoints, or those of one checkpoint; None without any."""
-    for parent in (source / "checkpoints", source):
-        for step in reversed(steps_in(parent)):
-            if (parent / str(step) / "items" / "_METADATA").is_file():
-                return parent / str(step) / "items"
-    return next((root for root in (source / "items", source) if (root / "_METADATA").is_file()), None)
+    found = [parent / str(step) for parent in (source / "checkpoints", source) for step in reversed(steps_in(parent))]
+    roots = [step / "items" for step in found] + [source / "items", source]
+    return next((root for root in roots if (root / "_METADATA").is_file()), None)
 
 
 def maxtext_dtype(items: Path) -> str:
@@ -110,121 +91,119 @@ def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config
     """
     _refuse_keys(config)
     above, stored = _stored(items)
-    wanted = flat(abstract_params)
-    places = {path: list(_places(path, config, stored)) for path in wanted}
-    axis = _scan_axis(places, stored, wanted)
-    _refuse_differences(items, places, stored, wanted, axis)
-    loaded: dict[str, jax.Array] = {}
-    for path, leaf in wanted.items():
-        arrays = _read(items, above, {place.path for place in places[path]})
+    shapes = {name: tuple(array.shape) for name, array in stored.items()}
+    parameters: dict[str, _Parameter] = {}
+    for path, leaf in flat(abstract_params).items():
+        has_layers = path.startswith("layers/")
+        parameters[path] = _Parameter(leaf, _places(path, config, shapes), has_layers)
+    axis = _scan_axis(parameters, shapes)
+    _refuse_differences(items, parameters, shapes, axis)
+    loaded: list[jax.Array] = []
+    for path, (leaf, places, has_layers) in parameters.items():
+        arrays = _read(items, above, {place.path for place in places})
         layers: list[np.ndarray] = []
-        for name, number in places[path]:
+        for name, number in places:
             layer = arrays[name] if number is None else np.take(arrays[name], number, axis)
             layers.append(_converted(layer, path, config))
-        whole = (layers[0] if path in _ROOT else np.stack(layers)).astype(leaf.dtype)
+        whole = np.stack(layers) if has_layers else layers[0]
+        whole = whole.astype(leaf.dtype)
         if not np.isfinite(whole.astype(np.float32)).all():
-            raise UserError(f"{items}: {places[path][0].path} holds NaN or infinite numbers.")
+            raise UserError(f"{items}: {places[0].path} holds NaN or infinite numbers.")
         assert leaf.sharding is not None
-        loaded[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, x=whole: x[index])
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in wanted])
+        loaded.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, x=whole: x[index]))
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), loaded)
 
 
 def _refuse_keys(config: Config) -> None:
-    problems = [
-        f"{key}={value_text(getattr(config, key))} is not of a MaxText model that is read: it must be "
-        f"{any_of([value_text(value) for value in values])}."
-        for key, values in _EXPRESSED.items()
-        if getattr(config, key) not in values
-    ]
-    if any(kind not in ("global", "local") for kind in config.pattern):
-        pattern = value_text(config.layer_pattern)
-        problems.append(f"layer_pattern={pattern} is not of a MaxText model that is read: it must be global or local.")
-    kind = None if config.rope_scaling is None else config.rope_scaling.rope_type
-    if kind not in (None, "llama3", "linear"):
-        problems.append(f"rope_scaling={kind} is not of a MaxText model that is read: it must be llama3 or linear.")
+    rope = None if config.rope_scaling is None else config.rope_scaling.rope_type
+    pattern = config.layer_pattern if set(config.pattern) - {"global", "local"} else "global"
+    checked = [("layer_pattern", pattern, ["global", "local"]), ("rope_scaling", rope, [None, "llama3", "linear"])]
+    for key, values in maxtext_table()["checkpoint"]["expressed"].items():
+        checked.append((key, getattr(config, key), values))
+    problems: list[str] = []
+    for key, value, values in checked:
+        if value not in values:
+            known = any_of([value_text(each) for each in values])
+            why = f"is not of a MaxText model that is read: it must be {known}."
+            problems.append(f"{key}={value_text(value)} {why}")
     if problems:
         raise UserError(problems)
 
 
-def _places(path: str, config: Config, stored: Mapping[str, Any]) -> Iterator[_Place]:
+def _places(path: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[_Place]:
     """The places of a parameter's layers; for a missing array, its place without scanned layers."""
-    if path in _ROOT:
-        yield _Place(_ROOT[path], None)
-        return
-    names = _LAYER.get(path.removeprefix("layers/"), ())
-    num_layers = config.base_num_decoder_layers
-    for layer, kind in enumerate(config.layer_kinds):
-        tried = [place for name in names for place in _ways(name, layer, num_layers, kind)]
-        yield next((place for place in tried if place.path in stored), tried[0] if tried else _Place(path, None))
+    table = maxtext_table()["checkpoint"]
+    if path in table["root"]:
+        return [_Place(table["root"][path], None)]
+    names = table["layer"].get(path.removeprefix("layers/"), [])
+    places: list[_Place] = []
+    for layer in range(config.base_num_decoder_layers):
+        tried = [place for name in names for place in _ways(name, layer, config)]
+        tried.append(_Place(path, None))
+        places.append(next((place for place in tried if place.path in shapes), tried[0]))
+    return places
 
 
-def _ways(name: str, layer: int, num_layers: int, kind: str) -> Iterator[_Place]:
+def _ways(name: str, layer: int, config: Config) -> Iterator[_Place]:
     """The possible places of a layer's array: unscanned, scanned, and as Gemma 2 and 3 scan layers of several kinds."""
     module, _, rest = name.partition("/")
-    of_kind = f"{module}_{kind}/{rest}"
+    of_kind = f"{module}_{config.layer_kinds[layer]}/{rest}"
     pair = layer // 2
     period, number = divmod(layer, _GEMMA3_PERIOD)
     yield _Place(f"decoder/layers_{layer}/{name}", None)
     yield _Place(f"decoder/layers/{name}", layer)
     yield _Place(f"decoder/layers_{pair}/{of_kind}", None)
     yield _Place(f"decoder/layers/{of_kind}", pair)
-    if period < num_layers // _GEMMA3_PERIOD:
+    if period < config.base_num_decoder_layers // _GEMMA3_PERIOD:
         yield _Place(f"decoder/layers/layers_{number}/{name}", period)
     else:
         yield _Place(f"decoder/layers_remainder/layers_{number}/{name}", None)
 
 
-def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
+def _scan_axis(parameters: Mapping[str, _Parameter], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """param_scan_axis: the axis that the shapes of all scanned arrays allow; the usual 1 if both are possible."""
-    allowed = {1, 0}
-    for path, of_path in places.items():
-        for name, number in of_path:
-            if number is not None and name in stored:
-                shape = tuple(stored[name].shape)
-                allowed &= {axis for axis in (1, 0) if shape[:axis] + shape[axis + 1 :] == wanted[path].shape[1:]}
+    allowed = {0, 1}
+    for parameter in parameters.values():
+        for name, number in parameter.places:
+            shape = shapes.get(name)
+            if number is not None and shape is not None:
+                allowed = {axis for axis in allowed if shape[:axis] + shape[axis + 1 :] == parameter.layer_shape}
     return max(allowed, default=1)
 
 
 def _refuse_differences(
-    items: Path, places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any], axis: int
+    items: Path, parameters: Mapping[str, _Parameter], shapes: Mapping[str, tuple[int, ...]], axis: int
 ) -> None:
     """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
-    num_layers = Counter(place.path for of_path in places.values() for place in of_path)
-    shapes: dict[str, None] = {}
-    for path, of_path in places.items():
-        layer = list(wanted[path].shape[0 if path in _ROOT else 1 :])
-        for name, number in of_path:
-            if name not in stored:
+    num_layers = Counter(place.path for parameter in parameters.values() for place in parameter.places)
+    others: dict[str, None] = {}
+    for path, parameter in parameters.items():
+        padded = _VOCABULARY.get(path)
+        for name, number in parameter.places:
+            if name not in shapes:
                 continue
-            there = list(stored[name].shape)
-            want = layer if number is None else [*layer[:axis], num_layers[name], *layer[axis:]]
-            padded = _VOCABULARY.get(path)
-            if padded is not None and len(there) == 2 and there[padded] > want[padded]:
-                there[padded] = want[padded]
+            there = list(shapes[name])
+            want = list(parameter.layer_shape)
+            if number is not None:
+                want.insert(axis, num_layers[name])
+            if padded is not None and len(there) == 2:
+                there[padded] = min(there[padded], want[padded])
             if there != want:
-                shapes[f"{name} is {list(stored[name].shape)}, not {want}"] = None
-    problems: list[str] = []
-    for found, what in (
-        (sorted(num_layers.keys() - stored.keys()), "lacks arrays of the model"),
-        (sorted(stored.keys() - num_layers.keys()), "has arrays that the model has no place for"),
-        (list(shapes), "has arrays of other shapes than the Model keys say"),
-    ):
-        if found:
-            more = f", and {len(found) - 5} more" if len(found) > 5 else ""
-            problems.append(f"{items} {what}: {', '.join(map(value_text, found[:5]))}{more}.")
+                others[f"{name} is {list(shapes[name])}, not {want}"] = None
+    found = {
+        "lacks arrays of the model": sorted(num_layers.keys() - shapes.keys()),
+        "has arrays that the model has no place for": sorted(shapes.keys() - num_layers.keys()),
+        "has arrays of other shapes than the Model keys say": list(others),
+    }
+    problems = [f"{items} {what}: {some_of(names)}." for what, names in found.items() if names]
     if problems:
         raise UserError(problems)
 
 
 def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.ndarray]:
     """Some arrays of a checkpoint, read onto the host."""
-    wanted: dict[str, Any] = {}
-    for name in sorted(names):
-        parent = wanted
-        *steps, last = (*above, *name.split("/"))
-        for step in steps:
-            parent = parent.setdefault(step, {})
-        parent[last] = ocp.RestoreArgs(restore_type=np.ndarray)
+    paths = ["/".join((*above, name)) for name in sorted(names)]
+    wanted = nested({path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths})
     restore = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, wanted), restore_args=wanted, partial_restore=True)
     with reading(items), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.restore(items, args=restore)

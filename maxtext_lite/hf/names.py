@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_lite.config import Mla, ModelConfig, UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs, stacks_of
 from maxtext_lite.hf.fields import TABLE
 from maxtext_lite.hf.safetensors import assign
@@ -248,6 +249,28 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
         else:
             leaves[name] = part
     return leaves
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with these leaves by their paths: the inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *steps, last = path.split("/")
+        parent = tree
+        for step in steps:
+            parent = parent.setdefault(step, {})
+        parent[last] = leaf
+    return tree
+
+
+_NAMED_AT_MOST = 10
+
+
+def some_of(tensors: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
+    text = ", ".join(value_text(name) for name in tensors[:_NAMED_AT_MOST])
+    more = len(tensors) - _NAMED_AT_MOST
+    return f"{text}, and {more} more" if more > 0 else text
 
 
 def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, where: str) -> list[Entry]:
