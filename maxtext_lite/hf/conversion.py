@@ -18,7 +18,7 @@ from maxtext_lite.hf.directory import TOKENIZER_KEYS, hf_directory, run_config_j
 from maxtext_lite.hf.fields import JsonObject
 from maxtext_lite.hf.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.hf.model_directory import config_of_run, hf_config
-from maxtext_lite.hf.names import flat
+from maxtext_lite.hf.names import flat, shapes_of
 from maxtext_lite.hf.peft import export_adapters
 from maxtext_lite.hf.weights import export_model
 from maxtext_lite.parallel import Params, make_mesh, on_first_host, start_devices
@@ -151,7 +151,7 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
     if found is None:
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
-    shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
+    shapes = shapes_of(flat(abstract))
     base, note = _base(config)
 
     def write() -> None:

@@ -21,7 +21,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.hf.maxtext import maxtext_table
-from maxtext_lite.hf.names import flat, nested, some_of
+from maxtext_lite.hf.names import Shapes, flat, nested, some_of
 from maxtext_lite.parallel import Params
 from maxtext_lite.training.saving import reading
 
@@ -130,7 +130,7 @@ def _refuse_keys(config: Config) -> None:
         raise UserError(problems)
 
 
-def _places(path: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[_Place]:
+def _places(path: str, config: Config, shapes: Shapes) -> list[_Place]:
     """The places of a parameter's layers; for a missing array, its place without scanned layers."""
     table = maxtext_table()["checkpoint"]
     if path in table["root"]:
@@ -160,7 +160,7 @@ def _ways(name: str, layer: int, config: Config) -> Iterator[_Place]:
         yield _Place(f"decoder/layers_remainder/layers_{number}/{name}", None)
 
 
-def _scan_axis(parameters: Mapping[str, _Parameter], shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _scan_axis(parameters: Mapping[str, _Parameter], shapes: Shapes) -> int:
     """param_scan_axis: the axis that the shapes of all scanned arrays allow; the usual 1 if both are possible."""
     allowed = {0, 1}
     for parameter in parameters.values():
@@ -171,9 +171,7 @@ def _scan_axis(parameters: Mapping[str, _Parameter], shapes: Mapping[str, tuple[
     return max(allowed, default=1)
 
 
-def _refuse_differences(
-    items: Path, parameters: Mapping[str, _Parameter], shapes: Mapping[str, tuple[int, ...]], axis: int
-) -> None:
+def _refuse_differences(items: Path, parameters: Mapping[str, _Parameter], shapes: Shapes, axis: int) -> None:
     """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
     num_layers = Counter(place.path for parameter in parameters.values() for place in parameter.places)
     others: dict[str, None] = {}

@@ -21,6 +21,9 @@ from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inp
 from maxtext_lite.hf.fields import TABLE
 from maxtext_lite.hf.safetensors import assign
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of parameters or tensors, by path or name."""
+
 INPUTS_FIRST = ("gpt2",)
 """Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
 
@@ -69,20 +72,20 @@ class Name:
         is_router_bias = first.dims == ("E",)  # one tensor for all experts in every layout
         if not is_router_bias and has_experts != (first.axes[0] == "experts"):
             return None
-        dims = first.dims[own:]
-        if self.parts:
-            dims = tuple("Z" if letter == self.parts[0] else letter for letter in dims)
+        dims = list(first.dims[own:])
+        if self.parts and self.parts[0] in dims:
+            dims[dims.index(self.parts[0])] = "Z"
         if self.pattern:
             groups = re.findall(r"\(([^)]*)\)|(\w)", self.pattern)
-            theirs = tuple((one,) if one else tuple(many.split()) for many, one in groups)
+            theirs = [(many or one).split() for many, one in groups]
         elif not first.is_normal:
-            theirs = (dims,)
+            theirs = [dims]
         elif first.axes[0] in ("vocab", "positions"):
-            theirs = tuple((letter,) for letter in dims)
+            theirs = [[letter] for letter in dims]
         else:
             inputs = num_inputs(first.axes[own:])
-            theirs = (dims[inputs:], dims[:inputs])
-        return dataclasses.replace(self, our_dims=dims, their_dims=theirs, sizes=sizes)
+            theirs = [dims[inputs:], dims[:inputs]]
+        return dataclasses.replace(self, our_dims=tuple(dims), their_dims=tuple(map(tuple, theirs)), sizes=sizes)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -96,10 +99,10 @@ class Name:
     def to_ours(self, tensor: np.ndarray, part: int) -> np.ndarray:
         """A parameter of one layer (and expert) from a tensor: a view, unless dims must be reordered."""
         ours = self._view(tensor, part)
-        if self.pairs:
-            axis = self.our_dims.index(self.pairs)
-            ours = np.take(ours, self._halves(ours.shape[axis]), axis)
-        return ours
+        if not self.pairs:
+            return ours
+        axis = self.our_dims.index(self.pairs)
+        return np.take(ours, self._halves(ours.shape[axis]), axis)
 
     def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor that holds these parameters of one layer (and expert)."""
@@ -115,11 +118,10 @@ class Name:
         """The stretch of each of the tensor's dims that `to_ours(...)[of_part]`, which is not empty, comes from."""
         shape = self.their_shape
         if self.pairs:  # a half comes from all over the dim
-            return tuple(slice(0, size) for size in shape)
+            return tuple(map(slice, shape))
         stretches: list[slice] = []
-        for dim, size in enumerate(shape):
-            numbers = np.arange(size).reshape([-1 if other == dim else 1 for other in range(len(shape))])
-            found = self._view(np.broadcast_to(numbers, shape), part)[of_part]
+        for numbers in np.meshgrid(*map(np.arange, shape), indexing="ij", copy=False):
+            found = self._view(numbers, part)[of_part]
             found = found[tuple(slice(None if stride else 1) for stride in found.strides)]
             stretches.append(slice(int(found.min()), int(found.max()) + 1))
         return tuple(stretches)
@@ -129,10 +131,10 @@ class Name:
         letters = list(itertools.chain(*self.their_dims))
         dims = tensor.reshape([self._length(letter) for letter in letters])
         if self.parts:
+            lengths = [self._length(each) for each in self.parts]
+            start = sum(lengths[:part])
             axis = letters.index("Z")
-            start = sum(map(self._length, self.parts[:part]))
-            stretch = slice(start, start + self._length(self.parts[part]))
-            dims = dims[(slice(None),) * axis + (stretch,)]
+            dims = dims[(slice(None),) * axis + (slice(start, start + lengths[part]),)]
             if "Z" not in self.our_dims:  # each parameter has one number of it
                 dims = dims.squeeze(axis)
                 letters.remove("Z")
@@ -146,9 +148,10 @@ class Name:
     def _halves(self, length: int) -> np.ndarray:
         """Each dim's place before pairs became halves: of the rotated dims the even ones, then the odd ones."""
         first = length - self.sizes["O"] if "P" in self.sizes else 0
-        end = first + self.sizes["O"]
-        pairs = np.arange(first, end)
-        return np.concatenate([np.arange(first), pairs[0::2], pairs[1::2], np.arange(end, length)])
+        order = np.arange(length)
+        pairs = order[first : first + self.sizes["O"]]
+        pairs[:] = np.concatenate([pairs[0::2], pairs[1::2]])
+        return order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +254,11 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
+def shapes_of(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf."""
+    return {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+
+
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The tree with these leaves by their paths: the inverse of `flat`."""
     tree: dict[str, Any] = {}
@@ -273,7 +281,7 @@ def some_of(tensors: Sequence[str]) -> str:
     return f"{text}, and {more} more" if more > 0 else text
 
 
-def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, where: str) -> list[Entry]:
+def entries_of(table: Table, shapes: Shapes, model: ModelShape, where: str) -> list[Entry]:
     """The lines that a decoder needs.
 
     Args:

@@ -25,7 +25,7 @@ from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
-from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, entries_of, flat, model_of
+from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, Shapes, entries_of, flat, model_of
 from maxtext_lite.hf.safetensors import DTYPES, Stored, Tensor, is_finite, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
@@ -38,7 +38,7 @@ def export_adapters(
     kind: str,
     keys: Keys,
     *,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     base: str,
 ) -> None:
     """Writes adapters, float32, for `PeftModel.from_pretrained(model, directory)`.
@@ -154,7 +154,7 @@ def _with_inputs(name: Name, rank: int) -> Name:
     return dataclasses.replace(name, sizes={**name.sizes, name.our_dims[0]: rank})
 
 
-def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Params:
+def read_peft_adapters(adapter: Adapter, shapes: Shapes) -> Params:
     """The adapters of a PEFT directory as a decoder with its LoRA keys has them, float32 and whole on the host.
 
     Args:

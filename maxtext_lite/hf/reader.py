@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from maxtext_lite.hf.adapter import Adapter, adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
-from maxtext_lite.hf.names import flat
+from maxtext_lite.hf.names import flat, shapes_of
 from maxtext_lite.hf.peft import read_peft_adapters
 from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.models import Lora
@@ -41,7 +41,7 @@ class HuggingFaceReader(Reader):
 
     def load_adapters(self, plain: Params, where: Tree) -> Params:
         assert self._adapter is not None
-        shapes = {path: tuple(leaf.shape) for path, leaf in flat(plain).items()}
+        shapes = shapes_of(flat(plain))
         read = read_peft_adapters(self._adapter, shapes)
         shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
 

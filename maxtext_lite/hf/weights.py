@@ -16,17 +16,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fields, text_tensor
 from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.fields import JsonObject, Keys
-from maxtext_lite.hf.names import TABLES, Entry, Table, entries_of, flat, model_of
+from maxtext_lite.hf.names import TABLES, Entry, Table, entries_of, flat, model_of, shapes_of, some_of
 from maxtext_lite.hf.safetensors import (
     DTYPES,
     FILE_BYTES,
     SafetensorsDir,
+    Stored,
     Tensor,
     aligned_empty,
     as_bits,
@@ -36,7 +37,8 @@ from maxtext_lite.hf.safetensors import (
 )
 from maxtext_lite.parallel import Params, on_first_host, sharding
 
-_NAMED_AT_MOST = 10  # of the tensors with one kind of problem
+Bounds = tuple[tuple[int, int], ...]
+"""The first index of each dim, and the one after the last."""
 
 
 def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
@@ -60,11 +62,10 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
     kind = family_of(fields, where)
     keys = model_keys(fields, f"{root / 'config.json'}")
     table = TABLES[kind]
-    model = model_of(keys)
     leaves = flat(abstract_params)
     files = open_directory(root, text_fields(fields))
     _rename(files, fields, table, where)
-    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
+    entries = entries_of(table, shapes_of(leaves), model_of(keys), where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
     _refuse_other_tensors(files, entries, table, keys, where)
@@ -82,9 +83,8 @@ def _rename(files: SafetensorsDir, fields: JsonObject, table: Table, where: str)
     """Gives tensors the names of the table: without those for images, and with the prefix of a whole model."""
     if fields.get("model_type") in TOWERS:
         names = {name: text_tensor(name) for name in files.tensors}
-        of_text = {name: renamed for name, renamed in names.items() if renamed is not None}
-        files.rename(of_text)
-        seen = len(names) - len(of_text)
+        seen = list(names.values()).count(None)
+        files.rename({name: renamed for name, renamed in names.items() if renamed is not None})
         print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
     if not any(name.startswith(table.prefix) for name in files.tensors):
         heads = [line.theirs for line in table.root if not line.theirs.startswith(table.prefix)]
@@ -92,66 +92,75 @@ def _rename(files: SafetensorsDir, fields: JsonObject, table: Table, where: str)
 
 
 _HEAD = "lm_head.weight"
+_TABLE = ("embedding/table",)
 
 
 def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
     """The line of a tied model's table, with the output projection's name if only that tensor is stored."""
     stored_as_head = _HEAD in files.tensors and entry.tensor_name(0, 0) not in files.tensors
-    if entry.paths != ("embedding/table",) or not stored_as_head:
-        return entry
-    return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
+    if entry.paths == _TABLE and stored_as_head:
+        return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
+    return entry
 
 
 def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Table, keys: Keys, where: str) -> None:
     there = files.tensors
-    layers = keys["base_num_decoder_layers"]
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
     if count > 2 * len(there) + 1000:
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in entries:
-        shape = entry.name.their_shape
-        wanted |= {name: shape for name, _, _ in entry.tensor_names()}
-    constants: dict[str, float] = {}
-    for name, value in table.constants.items():
-        constants |= {name.format(layer=layer): value for layer in range(layers)}
-    missing = [name for name in wanted if name not in there]
+        wanted |= dict.fromkeys((name for name, _, _ in entry.tensor_names()), entry.name.their_shape)
+    constants = _constants(table, keys["base_num_decoder_layers"])
     unknown: list[str] = []
     others: list[str] = []
+    num_heads = 0
     for name, stored in there.items():
         if name in wanted:
-            if stored.shape != wanted[name]:
-                others.append(f"{name} is {list(stored.shape)}, not {list(wanted[name])}, in {stored.file.name}")
-            elif stored.dtype not in DTYPES:
-                others.append(f"{name} is {stored.dtype}, none of {', '.join(DTYPES)}, in {stored.file.name}")
+            others += _difference(name, stored, wanted[name])
         elif name in constants:
             value = float(files.view(name).reshape(-1)[0])
             if not math.isclose(value, constants[name], rel_tol=0.01):
                 others.append(f"{name} is {value}, not {constants[name]}, in {stored.file.name}")
-        elif math.prod(stored.shape) and not re.fullmatch(table.passed_over, name):
+        elif 0 in stored.shape or re.fullmatch(table.passed_over, name):
+            continue
+        elif _is_further_head(name, keys):
+            num_heads += 1
+        else:
             unknown.append(name)
-    heads = [name for name in unknown if _is_further_head(name, keys)]
-    if heads:
-        print(f"{where}: {len(heads)} tensors of heads for further tokens are left out", file=sys.stderr)
-    unknown = [name for name in unknown if name not in heads]
+    if num_heads:
+        print(f"{where}: {num_heads} tensors of heads for further tokens are left out", file=sys.stderr)
+    missing = [name for name in wanted if name not in there]
     if keys["logits_via_embedding"] and _HEAD in unknown and not missing:
         _refuse_untied(files, entries, where)
         unknown.remove(_HEAD)
-    problems = []
+    problems: list[str] = []
     if missing:
         tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
-        problems.append(f"{where} lacks tensors of the model: {_first(missing)}.{tied if missing == [_HEAD] else ''}")
+        problems.append(f"{where} lacks tensors of the model: {some_of(missing)}.{tied if missing == [_HEAD] else ''}")
     if unknown:
-        problems.append(f"{where} has tensors that the model has no place for: {_first(unknown)}.")
+        problems.append(f"{where} has tensors that the model has no place for: {some_of(unknown)}.")
     if others:
-        problems.append(f"{where} has other tensors than config.json says: {_first(others)}.")
+        problems.append(f"{where} has other tensors than config.json says: {some_of(others)}.")
     if problems:
         raise UserError(problems)
 
 
-def _first(tensors: list[str]) -> str:
-    more = f", and {len(tensors) - _NAMED_AT_MOST} more" if len(tensors) > _NAMED_AT_MOST else ""
-    return ", ".join(map(value_text, tensors[:_NAMED_AT_MOST])) + more
+def _difference(name: str, stored: Stored, shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with a tensor of the model."""
+    if stored.shape != shape:
+        return [f"{name} is {list(stored.shape)}, not {list(shape)}, in {stored.file.name}"]
+    if stored.dtype not in DTYPES:
+        return [f"{name} is {stored.dtype}, none of {', '.join(DTYPES)}, in {stored.file.name}"]
+    return []
+
+
+def _constants(table: Table, num_layers: int) -> dict[str, float]:
+    """The tensors of one number, with the number that each must have."""
+    found: dict[str, float] = {}
+    for name, value in table.constants.items():
+        found |= {name.format(layer=layer): value for layer in range(num_layers)}
+    return found
 
 
 def _is_further_head(name: str, keys: Keys) -> bool:
@@ -167,14 +176,13 @@ def _is_further_head(name: str, keys: Keys) -> bool:
 
 def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
     """Refuses an output projection that differs from a tied model's table; a second copy is allowed."""
-    (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == ("embedding/table",))
+    (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == _TABLE)
     head = files.view(_HEAD)
     embedding = files.view(table)
     same = head.dtype == embedding.dtype and np.array_equal(as_bits(head), as_bits(embedding))
     if not same:
-        raise UserError(
-            f"{where}: {_HEAD} is not {table}. If they are to differ, config.json needs tie_word_embeddings=false."
-        )
+        needed = "If they are to differ, config.json needs tie_word_embeddings=false."
+        raise UserError(f"{where}: {_HEAD} is not {table}. {needed}")
 
 
 def _on_mesh(leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, wrong: list[str]) -> jax.Array:
@@ -185,41 +193,43 @@ def _on_mesh(leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: Safeten
     """
     where = leaf.sharding
     assert where is not None
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in where.addressable_devices_indices_map(tuple(leaf.shape)).items():
+    devices: dict[Bounds, list[Any]] = {}
+    for device, index in where.addressable_devices_indices_map(leaf.shape).items():
         assert index is not None
         bounds = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, leaf.shape, strict=True))
         devices.setdefault(bounds, []).append(device)
-    arrays = []
+    arrays: list[jax.Array] = []
     for bounds, holders in devices.items():
         block = aligned_empty([end - start for start, end in bounds], leaf.dtype)
         for name, into in _filled(block, bounds, entry, part, files):
             if not is_finite(into):
                 wrong.append(f"{files.tensors[name].file}: {name} holds NaN or infinite numbers in {into.dtype}.")
         arrays += jax.block_until_ready([jax.device_put(block, device) for device in holders])
-    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), where, arrays)
+    return jax.make_array_from_single_device_arrays(leaf.shape, where, arrays)
 
 
 def _filled(
-    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir
+    block: np.ndarray, bounds: Bounds, entry: Entry, part: int, files: SafetensorsDir
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Fills `block`, the parameter between `bounds`, from the files.
 
     Yields each tensor's name with the part of `block` just copied from it, while that is still in the cache.
     """
+    name = entry.name
     counted = len(entry.layer_dims)
-    number = np.arange(math.prod(entry.layer_dims)).reshape(entry.layer_dims)
-    layers = number[tuple(slice(*bound) for bound in bounds[:counted])]
-    experts = range(*bounds[counted]) if entry.name.per_expert else range(1)
-    rest = tuple(slice(*bound) for bound in bounds[counted + entry.name.per_expert :])
+    numbers = np.arange(math.prod(entry.layer_dims)).reshape(entry.layer_dims)
+    slices = [slice(*bound) for bound in bounds]
+    layers = numbers[tuple(slices[:counted])]
+    experts = range(*bounds[counted]) if name.per_expert else range(1)
+    rest = tuple(slices[counted + name.per_expert :])
     for place in np.ndindex(layers.shape):
         for slot, expert in enumerate(experts):
-            name = entry.tensor_name(int(layers[place]), expert)
-            tensor = files.part(name, lambda: entry.name.reach(part, rest))
-            into = block[(*place, slot) if entry.name.per_expert else place]
+            stored = entry.tensor_name(int(layers[place]), expert)
+            tensor = files.part(stored, lambda: name.reach(part, rest))
+            into = block[(*place, slot) if name.per_expert else place]
             with np.errstate(over="ignore"):  # the caller looks for infinities
-                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part)[rest])
-            yield name, into
+                assign_cast(into, tensor, name.to_ours(as_bits(tensor), part)[rest])
+            yield stored, into
 
 
 def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
@@ -253,12 +263,11 @@ def export_parameters(
     leaves = flat(params)
     model = model_of(keys)
     table = TABLES[kind]
-    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
+    entries = entries_of(table, shapes_of(leaves), model, kind)
     written = np.dtype(jnp.dtype(dtype))
     tensors = list(_tensors(entries, leaves, written))
-    for name, value in table.constants.items():
-        for layer in range(model.num_layers):
-            tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
+    for name, value in _constants(table, model.num_layers).items():
+        tensors.append(Tensor(name, (), written, lambda value=value: np.asarray(value)))
     if jax.process_index() == 0:
         with writing(directory):
             write_safetensors(directory, tensors, file_bytes=file_bytes)
@@ -279,8 +288,10 @@ def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], dtype: np.dt
 def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int) -> np.ndarray:
     """The tensor of a layer and an expert."""
     ours = [part.layer(layer) for part in parts]
-    ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-    return entry.name.to_theirs([as_bits(x) for x in ours]).view(ours[0].dtype)
+    if entry.name.per_expert:
+        ours = [x[expert] for x in ours]
+    tensor = entry.name.to_theirs([as_bits(x) for x in ours])
+    return tensor.view(ours[0].dtype)
 
 
 class _Layers:
