@@ -4,7 +4,8 @@ from pathlib import Path
 
 import jinja2
 
-from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule, Work
+from maxtext_lite.analysis.timetable import Work, timetable
+from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
 from maxtext_lite.config.errors import counted
 
 _MOST_TICKS_OF_TEXT = 24
@@ -13,7 +14,7 @@ _MOST_TICKS_OF_SVG = 96
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
     """A line for each stage, a column for each tick: F3b is microbatch 3 forward in the second round, a dot is idle."""
-    rows = shape.timetable(schedule)
+    rows = timetable(shape, schedule)
     cells: list[list[str]] = []
     for row in rows:
         cells.append([_cell(shape, work) for work in row[:_MOST_TICKS_OF_TEXT]])
@@ -41,7 +42,7 @@ def _more(num_ticks: int) -> str:
 
 def heading(shape: PipelineShape, schedule: Schedule) -> str:
     """The schedule, its number of ticks, and the share of them in which a stage is idle."""
-    ticks = len(shape.timetable(schedule)[0])
+    ticks = len(timetable(shape, schedule)[0])
     accumulation = shape.gradient_accumulation_steps
     batches = "micro-batch" if accumulation == 1 else "micro-batches"
     return (
@@ -53,11 +54,11 @@ def heading(shape: PipelineShape, schedule: Schedule) -> str:
 
 def pipeline_svg(shape: PipelineShape, schedule: Schedule) -> str:
     """The timetable as an SVG document: forward boxes are filled, backward boxes hollow, each round has a color."""
-    rows = [row[:_MOST_TICKS_OF_SVG] for row in shape.timetable(schedule)]
+    rows = [row[:_MOST_TICKS_OF_SVG] for row in timetable(shape, schedule)]
     legend = ["filled: forward, hollow: backward, empty: idle; numbers are pipeline microbatches of the step"]
     if shape.num_repeats > 1 or shape.gradient_accumulation_steps > 1:
         legend.append(f"colors are {'rounds' if shape.num_repeats > 1 else 'micro-batches'}")
-    if more := _more(len(shape.timetable(schedule)[0]) - len(rows[0])):
+    if more := _more(len(timetable(shape, schedule)[0]) - len(rows[0])):
         legend.append(f"{more} to the right")
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     drawing = pages.get_template("pipeline.svg")

@@ -1,4 +1,4 @@
-"""Timetables of the pipeline: what each stage does in each tick, and how long stages wait."""
+"""The pipeline of one step: its ticks, and how long stages wait."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -47,54 +47,3 @@ class PipelineShape:
         if schedule == "gpipe":
             return self.num_repeats * self.num_microbatches + idle
         return self.gradient_accumulation_steps * self.num_microbatches + 2 * idle
-
-    def timetable(self, schedule: Schedule) -> list[list["Work"]]:
-        """For each stage, its work in each tick of one step."""
-        return self._gpipe() if schedule == "gpipe" else self._one_forward_one_backward()
-
-    def _gpipe(self) -> list[list["Work"]]:
-        M = self.num_microbatches
-        S = self.num_stages
-        passes = self.num_repeats * M
-        stages: list[list[Work]] = []
-        for stage in range(S):
-            ticks: list[Work] = []
-            for micro_batch in range(self.gradient_accumulation_steps):
-                forward: list[Work] = []
-                for tick in range(self.num_ticks("gpipe")):
-                    number = tick - stage
-                    working = 0 <= number < passes
-                    piece = Piece(micro_batch * M + number % M, number // M) if working else None
-                    forward.append(Work(piece, None))
-                ticks += forward
-                ticks += [Work(None, work.forward) for work in reversed(forward)]
-            stages.append(ticks)
-        return stages
-
-    def _one_forward_one_backward(self) -> list[list["Work"]]:
-        pieces = self.gradient_accumulation_steps * self.num_microbatches
-        turn = self.num_stages - 1
-
-        def piece(number: int) -> Piece | None:
-            return Piece(number, 0) if 0 <= number < pieces else None
-
-        return [
-            [Work(piece(tick - stage), piece(tick - 2 * turn + stage)) for tick in range(self.num_ticks("1f1b"))]
-            for stage in range(self.num_stages)
-        ]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A pipeline microbatch in one of its rounds; both count from 0, microbatches over the whole step."""
-
-    number: int
-    round: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a stage in a tick; None where it has none."""
-
-    forward: Piece | None
-    backward: Piece | None

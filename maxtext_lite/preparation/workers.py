@@ -14,10 +14,10 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.documents import DocumentReader
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.reading import DocumentReader
 from maxtext_lite.preparation.shards import Entry, Workshop, document_reader, run_task
 from maxtext_lite.preparation.tasks import Task
 

@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.pipeline_shape import PipelineShape, Work
+from maxtext_lite.analysis.timetable import Work, timetable
+from maxtext_lite.batching.pipeline_shape import PipelineShape
 
 SHAPES = [
     (2, 2, 1, 1),
@@ -20,7 +21,7 @@ SHAPES = [
 def ticks_of(shape, schedule):
     """Tick of each (direction, stage, piece, round); every one of them must be done once."""
     found = {}
-    for stage, row in enumerate(shape.timetable(schedule)):
+    for stage, row in enumerate(timetable(shape, schedule)):
         for tick, work in enumerate(row):
             for direction in ("forward", "backward"):
                 piece = getattr(work, direction)
@@ -62,12 +63,12 @@ def test_every_piece_passes_every_stage_in_order_and_comes_back(sizes, schedule)
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_the_bubble_is_the_share_of_ticks_without_work(sizes):
     shape = PipelineShape(*sizes)
-    for row in shape.timetable("gpipe"):
+    for row in timetable(shape, "gpipe"):
         waiting = sum(work == Work(None, None) for work in row)
         assert Fraction(waiting, len(row)) == shape.bubble_fraction("gpipe")
         assert all(work.forward is None or work.backward is None for work in row)
     if shape.num_repeats == 1:
-        for row in shape.timetable("1f1b"):
+        for row in timetable(shape, "1f1b"):
             missing = sum(
                 (work.forward is None) + (work.backward is None) for work in row
             )

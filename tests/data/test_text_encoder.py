@@ -10,13 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import text_encoder
-from maxtext_lite.data.documents import (
-    WHOLE,
-    BadLine,
-    DocumentReader,
-    Piece,
-    read_documents,
-)
+from maxtext_lite.data.documents import read_documents
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
@@ -29,6 +23,7 @@ from maxtext_lite.inference.stream_text import (
 )
 from maxtext_lite.post_training.conversations import Renderer
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.reading import WHOLE, BadLine, DocumentReader, Piece
 from maxtext_lite.preparation.shards import document_reader
 from tests.run_directories import write_lines
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.analysis.laws import BATCH_LAWS, Budget
+from maxtext_lite.analysis.timetable import timetable
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.post_training.keys import RLRunConfig
@@ -121,7 +122,7 @@ def test_the_bubbles_and_the_schedules():
         plan = plan_of(words, num_devices=int(row["S"]))
         for schedule, cost in plan.pipeline_schedules.items():
             assert f"{float(cost.bubble_fraction):.4f}" == row[schedule]
-        assert len(plan.pipeline_shape.timetable("1f1b")[0]) == int(
+        assert len(timetable(plan.pipeline_shape, "1f1b")[0]) == int(
             row["ticks of 1f1b"]
         )
 
