@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from maxtext_lite.analysis.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Interval, Law, budget_of, timescale
+from maxtext_lite.analysis.plan_view import short_number
 from maxtext_lite.analysis.recommendation import UTILIZATION, LegalBatch, Machine, Ramp, Recommendation, recommend
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.cli import ArgumentParser, bounded, config_arguments, machine_arguments, real_number, run_command
@@ -14,6 +15,7 @@ from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.config.records import json_text
 
 _COUNT = bounded(real_number, 1, 1e21)  # of tokens or parameters
+_count = functools.partial(short_number, digits=3, units="kMBT")
 _TITLES = {
     "best": "batch for the lowest loss, tokens",
     "critical": "critical batch, beyond which larger batches hardly save steps, tokens",
@@ -122,14 +124,6 @@ def _legal_line(legal: LegalBatch) -> str:
 
 def _ends(interval: Interval, show: Callable[[float], str], between: str = " to ") -> str:
     return between.join(dict.fromkeys((show(interval.low), show(interval.high))))
-
-
-def _count(value: float) -> str:
-    """A count with three digits: 0.464M, 12.3B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size * 0.9995:
-            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:,.0f}{unit}"
-    return f"{value:.3g}"
 
 
 if __name__ == "__main__":

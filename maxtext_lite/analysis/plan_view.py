@@ -63,14 +63,15 @@ def plain(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value_text(value)
 
 
-def short_number(value: float) -> str:
+def short_number(value: float, digits: int = 4, units: str = "kMGT") -> str:
     """A number in short form: 0.003, 12.5, 50k, 3.2M, 5e-06."""
     size = abs(value)
     if value and (size < 1e-3 or size >= 1e15):
         return f"{value:.3g}"
-    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    scale, suffix = next((unit for unit in units if size >= unit[0] * 0.99995), (1, ""))
-    return f"{value / scale:.4g}{suffix}"
+    for power, unit in reversed([*enumerate(units, start=1)]):
+        if size >= 1000**power * (1 - 0.5 / 10**digits):
+            return f"{value / 1000**power:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def long_number(value: float) -> str:

@@ -88,7 +88,6 @@ class Program:
       synchronization: collectives of one synchronization, every `diloco_sync_period` steps; None without local updates.
       work: of one device and step: matmuls, kernels, memory traffic, the compiler's cycles.
       roofline: the least time of this work.
-      xla_flops: of one device, by `cost_analysis()`, which counts loop bodies once; None if it has no figure.
       model_flops: of the whole step on all devices: forward and backward, without recomputation.
       assumed: what is assumed about a machine that is not attached, in words.
     """
@@ -105,7 +104,6 @@ class Program:
     memory: ProgramMemory
     work: ProgramWork
     roofline: Roofline
-    xla_flops: float | None
     model_flops: float
     assumed: tuple[str, ...] = ()
 
@@ -214,7 +212,6 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     done = work(module, memory_spaces=MEMORY_SPACES[devices[0].platform])
     traffic = total_traffic(collectives(module), mesh)
     model_flops = plan.flops_per_example * stage.global_batch_to_train
-    analysis = compiled.cost_analysis()
     return Program(
         plan=plan,
         compiled=compiled,
@@ -231,7 +228,6 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         memory=ProgramMemory.of(compiled),
         work=done,
         roofline=_roofline(devices[0].device_kind, config, done, traffic, model_flops / mesh.size),
-        xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
         model_flops=model_flops,
     )
 

@@ -36,7 +36,6 @@ def program_json(program: Program) -> dict[str, object]:
             "plan_error_percent": {name: _error(planned, size) for name, size, planned in _beside_plan(program)},
         },
         "flops": {
-            "xla_per_device_loop_bodies_once": program.xla_flops,
             "model_per_step": program.model_flops,
             "model_per_device_and_step": program.model_flops / plan.num_devices,
             "matmuls_per_device_by_dtype": dict(work.matmul_flops),

@@ -208,7 +208,6 @@ def test_flops_of_the_model_are_six_per_weight_and_token_and_the_attention():
     ) // 4  # the embedding table is looked up, not multiplied
     attention = 6 * 2 * 32 * 4 * 4
     assert it.model_flops == 16 * 32 * (6 * weights + attention)
-    assert 0 < it.xla_flops < it.model_flops
 
 
 @pytest.mark.fast
