@@ -657,7 +657,7 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
     """
     spaces = frozenset(memory_spaces)
     flops: dict[str, list[float | None]] = {}
-    calls: dict[str, list[tuple[int | None, float | None]]] = {}
+    calls: dict[str, list[tuple[float | None, float | None]]] = {}
     moved: list[float | None] = []
     cycles: list[float | None] = []
     largest: dict[str, LargeArray] = {}
@@ -667,7 +667,7 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
         for dtype, each in done.matmul_flops.items():
             flops.setdefault(dtype, []).append(_times(each, times))
         for kernel, each in done.kernels:
-            calls.setdefault(kernel, []).append((times, each))
+            calls.setdefault(kernel, []).append((times, _times(each, times)))
         estimate = it.attribute(r'"estimated_cycles":"(\d+)"')
         if estimate:
             cycles.append(_times(int(estimate), times))
@@ -678,7 +678,11 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
                 type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
                 source = it.attribute(r'op_name="([^"]*)"') or it.opcode
                 largest.setdefault(type_, LargeArray(type_, array.num_bytes, source))
-    kernels = [_kernel(name, each) for name, each in calls.items()]
+    kernels: list[KernelCalls] = []
+    for name, each in calls.items():
+        times = total_of(runs for runs, _ in each)
+        of_kernel = total_of(flops for _, flops in each)
+        kernels.append(KernelCalls(name, None if times is None else int(times), of_kernel))
     arrays = sorted(largest.values(), key=lambda array: (-array.num_bytes, array.type))
     return ProgramWork(
         matmul_flops={dtype: total_of(each) for dtype, each in sorted(flops.items())},
@@ -695,16 +699,14 @@ def _times(each: float | None, times: int | None) -> float | None:
     return None if each is None or times is None else each * times
 
 
-def total_of(parts: Sequence[float | None]) -> float | None:
+def total_of(parts: Iterable[float | None]) -> float | None:
     """Their sum; None if any is unknown."""
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
-
-
-def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> KernelCalls:
-    times = total_of([times for times, _ in calls])
-    flops = total_of([_times(flops, times) for times, flops in calls])
-    return KernelCalls(name, None if times is None else int(times), flops)
+    total: float = 0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total
 
 
 def _target(it: Instruction) -> str | None:
@@ -874,8 +876,15 @@ def _updated(fused: Computation, name: str, whole: int) -> int:
     return whole if update is None else update.num_bytes
 
 
-class Schedule:
-    """The schedule of a module. What it starts asynchronously runs beside its instructions until it is awaited.
+def scheduled_seconds(
+    module: Module,
+    found: Iterable[Collective],
+    *,
+    busy: Callable[[Computation, Instruction], float],
+    sent: Callable[[Collective], float],
+) -> float:
+    """The time of one run of a module by its schedule, in which what is started asynchronously runs beside instructions
+    until it is awaited.
 
     Collectives run one after the other, and so do asynchronous copies. What is awaited outside of its computation, such
     as in the next trip of a loop, is taken to be awaited at once. A conditional takes its longest branch.
@@ -885,31 +894,45 @@ class Schedule:
       busy: seconds that an instruction which is no collective occupies the device, or its copy engine.
       sent: seconds that a collective occupies the links.
     """
+    by_line = {each.line: each for each in found}
 
-    def __init__(
-        self,
-        module: Module,
-        found: Iterable[Collective],
-        *,
-        busy: Callable[[Computation, Instruction], float],
-        sent: Callable[[Collective], float],
-    ) -> None:
-        self._module, self._busy, self._sent = module, busy, sent
-        self._collectives = {each.line: each for each in found}
+    def parts_of(it: Instruction) -> Iterator[tuple[str, Collective | None]]:
+        """Keys of what an instruction starts, continues or awaits, with a collective that it starts."""
+        if _kind(it) in KINDS and not it.opcode.endswith("-done"):
+            yield chain_of(it) or it.name, by_line.get(it.line)
+        elif it.opcode.endswith("-done"):
+            yield it.operands[0], None
+        elif _is_copy(it):
+            yield it.name, None
+        if it.opcode in ("fusion", "async-start"):
+            for _, target in it.called:
+                for inner in module.computations[target].instructions.values():
+                    for key, collective in parts_of(inner):
+                        yield (it.name if key == inner.name else key), collective
 
-    def seconds(self, name: str | None = None) -> float:
-        """The time of one run of a computation; None: of the module."""
-        name = name or self._module.entry
-        computation = self._module.computations[name]
-        parts = {it.name: dict(self._parts(it)) for it in computation.instructions.values()}
+    def nested(it: Instruction, around: str) -> float:
+        """The time of the computations that an instruction schedules; 0 if there are none."""
+        called = list(it.called)
+        if it.opcode == "while":
+            body = dict(called)["body"]
+            trips = (module.runs[body].times or 0) / (module.runs[around].times or 1)
+            return trips * seconds(body) if trips else 0.0
+        if it.opcode in ("conditional", "call"):
+            return max(seconds(target) for _, target in called)
+        return 0.0
+
+    def seconds(name: str) -> float:
+        """The time of one run of a computation."""
+        computation = module.computations[name]
+        parts = {it.name: dict(parts_of(it)) for it in computation.instructions.values()}
         last = {key: at for at, keys in parts.items() for key in keys}
         now = links = copies = 0.0
         ends: dict[str, float] = {}
         for it in computation.instructions.values():
             for key, collective in parts[it.name].items():
                 if collective is not None:
-                    links = ends[key] = max(now, links) + self._sent(collective)
-            spent = 0.0 if _kind(it) in KINDS else self._nested(it, name) or self._busy(computation, it)
+                    links = ends[key] = max(now, links) + sent(collective)
+            spent = 0.0 if _kind(it) in KINDS else nested(it, name) or busy(computation, it)
             if _is_copy(it):
                 copies = ends[it.name] = max(now, copies) + spent
             else:
@@ -919,30 +942,7 @@ class Schedule:
                     now = max(now, ends.get(key, now))
         return now
 
-    def _nested(self, it: Instruction, around: str) -> float:
-        """The time of the computations that an instruction schedules; 0 if there are none."""
-        called, runs = list(it.called), self._module.runs
-        if it.opcode == "while":
-            body = dict(called)["body"]
-            trips = (runs[body].times or 0) / (runs[around].times or 1)
-            return trips * self.seconds(body) if trips else 0.0
-        if it.opcode in ("conditional", "call"):
-            return max(self.seconds(target) for _, target in called)
-        return 0.0
-
-    def _parts(self, it: Instruction) -> Iterator[tuple[str, Collective | None]]:
-        """Keys of what an instruction starts, continues or awaits, with a collective that it starts."""
-        if _kind(it) in KINDS and not it.opcode.endswith("-done"):
-            yield chain_of(it) or it.name, self._collectives.get(it.line)
-        elif it.opcode.endswith("-done"):
-            yield it.operands[0], None
-        elif _is_copy(it):
-            yield it.name, None
-        if it.opcode in ("fusion", "async-start"):
-            for _, target in it.called:
-                for inner in self._module.computations[target].instructions.values():
-                    for key, collective in self._parts(inner):
-                        yield (it.name if key == inner.name else key), collective
+    return seconds(module.entry)
 
 
 def _kind(it: Instruction) -> str:

@@ -10,9 +10,9 @@ from maxtext_lite.analysis.hlo import (
     Collective,
     Computation,
     Instruction,
-    Schedule,
     collectives,
     instruction_work,
+    scheduled_seconds,
 )
 from maxtext_lite.analysis.program import Program, Traffic, compile_for
 from maxtext_lite.analysis.ranking import RankedPlan
@@ -116,7 +116,7 @@ def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str,
         rate = ring_bytes_per_second(device, sizes, collective.axes(program.mesh))
         return (collective.sent_bytes or 0) / rate if rate else 0.0
 
-    return Schedule(module, collectives(module), busy=busy, sent=sent).seconds()
+    return scheduled_seconds(module, collectives(module), busy=busy, sent=sent)
 
 
 def rank_correlation(compared: Sequence[dict[str, Any]]) -> float | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.analysis.hlo import Schedule, collectives, parse
+from maxtext_lite.analysis.hlo import collectives, parse, scheduled_seconds
 
 BUSY = {"work": 10.0, "copy-start": 4.0, "fusion": 5.0, "add": 1.0}
 SENT = 7.0
@@ -30,9 +30,9 @@ def seconds(body, *more):
     def busy(computation, it):
         return BUSY.get("work" if it.opcode == "custom-call" else it.opcode, 0.0)
 
-    return Schedule(
+    return scheduled_seconds(
         module, collectives(module), busy=busy, sent=lambda collective: SENT
-    ).seconds()
+    )
 
 
 WORK = '%w{} = f32[4] custom-call(%p), custom_call_target="kernel"'
