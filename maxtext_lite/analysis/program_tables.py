@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxtext_lite.analysis.program import Program, Traffic
 from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import mesh_text
-from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.config.errors import bytes_text, counted
 
 
 def program_json(program: Program) -> dict[str, object]:
@@ -33,7 +33,7 @@ def program_json(program: Program) -> dict[str, object]:
             **dataclasses.asdict(program.memory),
             "total": program.memory.total,
             "plan": plan.memory.to_json(),
-            "plan_error_percent": {name: _error(planned, size) for name, size, planned in _beside_plan(program)},
+            "plan_error_percent": {name: part.error for name, part in _memory_parts(program).items()},
         },
         "flops": {
             "model_per_step": program.model_flops,
@@ -67,33 +67,21 @@ def _fields(rows: Sequence[Any]) -> list[dict[str, object]]:
 def program_text(program: Program) -> str:
     """The output of `compile`."""
     plan = program.plan
-    stage = plan.stages[-1]
-    axes = mesh_text(plan.mesh)
-    hosts = f"{plan.num_hosts} host{'' if plan.num_hosts == 1 else 's'}"
+    step = f"{plan.stages[-1].gradient_accumulation_steps} x {plan.rows_per_micro_batch} rows"
     lines = [
-        f"compiled for {plan.num_devices} x {program.device_kind} ({axes}) on {hosts}: "
-        f"a step of {stage.gradient_accumulation_steps} x {plan.rows_per_micro_batch} rows x "
-        f"{plan.max_target_length} tokens"
+        f"compiled for {plan.num_devices} x {program.device_kind} ({mesh_text(plan.mesh)}) on "
+        f"{counted(plan.num_hosts, 'host')}: a step of {step} x {plan.max_target_length} tokens"
     ]
     if len(plan.stages) > 1:
         lines.append(f"of the {len(plan.stages)} stages of the ramp, this is the step of the last")
-    lines.append("")
-    lines += _table(
-        ("parameter", "shape", "dtype", "logical axes", "split over", "bytes per device"),
-        [
-            (
-                parameter.name,
-                " x ".join(map(str, parameter.shape)),
-                parameter.dtype,
-                " ".join(axis or "-" for axis in parameter.axes),
-                " ".join("+".join(entry) or "-" for entry in parameter.partition_spec),
-                f"{parameter.bytes_per_device:,}",
-            )
-            for parameter in program.parameters
-        ],
-    )
-    lines.append("")
-    lines += _traffic_lines("in a step", program.collectives)
+    rows: list[tuple[str, ...]] = []
+    for each in program.parameters:
+        shape = " x ".join(map(str, each.shape))
+        axes = " ".join(axis or "-" for axis in each.axes)
+        split = " ".join("+".join(entry) or "-" for entry in each.partition_spec)
+        rows.append((each.name, shape, each.dtype, axes, split, f"{each.bytes_per_device:,}"))
+    heads = ("parameter", "shape", "dtype", "logical axes", "split over", "bytes per device")
+    lines += ["", *_table(heads, rows), "", *_traffic_lines("in a step", program.collectives)]
     if program.synchronization is not None:
         lines += ["", *_traffic_lines(f"every {plan.diloco_sync_period} steps", program.synchronization)]
     kernels = [(k.name, _known(k.times), _known(k.flops, ".4g")) for k in program.work.kernels]
@@ -113,67 +101,61 @@ def _milliseconds(seconds: float | None) -> str:
     return _known(seconds and 1e3 * seconds, ",.3f")
 
 
-def _traffic_lines(when: str, rows: Sequence[Traffic]) -> list[str]:
-    if not rows:
+def _bytes(size: float | None) -> str:
+    return _known(None) if size is None else bytes_text(int(size))
+
+
+def _traffic_lines(when: str, traffic: Sequence[Traffic]) -> list[str]:
+    if not traffic:
         return [f"nothing crosses the mesh {when}"]
-    return _table(
-        (f"collectives {when}", "over", "operations", "times", "bytes per device", "asynchronous", "by dtype"),
-        [
-            (
-                row.kind,
-                " x ".join(row.axes),
-                str(row.operations),
-                _known(row.times),
-                _known(row.bytes),
-                _known(row.times and (row.async_times or 0) / row.times, ".0%"),
-                " ".join(f"{dtype} {size:,}" for dtype, size in sorted((row.bytes_by_dtype or {}).items()))
-                or _known(None),
-            )
-            for row in rows
-        ],
-    )
+    rows: list[tuple[str, ...]] = []
+    for each in traffic:
+        asynchronous = _known(each.times and (each.async_times or 0) / each.times, ".0%")
+        by_dtype = " ".join(f"{dtype} {size:,}" for dtype, size in sorted((each.bytes_by_dtype or {}).items()))
+        axes = " x ".join(each.axes)
+        numbers = (str(each.operations), _known(each.times), _known(each.bytes), asynchronous)
+        rows.append((each.kind, axes, *numbers, by_dtype or _known(None)))
+    heads = ("over", "operations", "times", "bytes per device", "asynchronous", "by dtype")
+    return _table((f"collectives {when}", *heads), rows)
 
 
-def _beside_plan(program: Program) -> list[tuple[str, int, int | None]]:
-    """(part of the memory, bytes by XLA, bytes by the plan if it counts that part)."""
+class _Part(NamedTuple):
+    """A part of the memory of a device: bytes by XLA, and by the plan if it counts that part."""
+
+    label: str
+    size: int
+    planned: int | None = None
+    counted: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Signed error of the plan against XLA, in percent."""
+        return None if self.planned is None or not self.size else 100 * (self.planned / self.size - 1)
+
+
+def _memory_parts(program: Program) -> dict[str, _Part]:
     memory, planned = program.memory, program.plan.memory
     held = planned.held
-    return [
-        ("arguments", memory.arguments, held),
-        ("outputs", memory.outputs - memory.aliased, None),
-        ("temporaries", memory.temporaries, planned.total - held),
-        ("code", memory.generated_code, None),
-        ("total", memory.total, planned.total),
-    ]
-
-
-_PARTS = {
-    "arguments": ("state and batch", "parameters and optimizer state"),
-    "outputs": ("results beside the state", ""),
-    "temporaries": ("temporaries", "all else at its peak"),
-    "code": ("code", ""),
-    "total": ("total", ""),
-}
-
-
-def _error(planned: int | None, actual: int) -> float | None:
-    """Signed error of the plan against XLA, in percent."""
-    return None if planned is None or not actual else 100 * (planned / actual - 1)
+    return {
+        "arguments": _Part("state and batch", memory.arguments, held, " parameters and optimizer state"),
+        "outputs": _Part("results beside the state", memory.outputs - memory.aliased),
+        "temporaries": _Part("temporaries", memory.temporaries, planned.total - held, " all else at its peak"),
+        "code": _Part("code", memory.generated_code),
+        "total": _Part("total", memory.total, planned.total),
+    }
 
 
 def _memory_lines(program: Program) -> list[str]:
-    rows = []
-    for name, size, planned in _beside_plan(program):
-        label, counted = _PARTS[name]
-        error = _error(planned, size)
-        estimate = "not counted" if planned is None else f"{bytes_text(planned)} {counted}".strip()
-        rows.append((label, bytes_text(size), "" if error is None else f"{error:+.1f} %", estimate))
+    rows: list[tuple[str, str, str, str]] = []
+    for part in _memory_parts(program).values():
+        estimate = "not counted" if part.planned is None else bytes_text(part.planned) + part.counted
+        error = "" if part.error is None else f"{part.error:+.1f} %"
+        rows.append((part.label, bytes_text(part.size), error, estimate))
     lines = _table(("memory per device", "XLA", "error", "the plan's estimate"), rows, numbers=(1, 2))
-    planned_memory = program.plan.memory
-    limit = planned_memory.limit
-    if limit is not None:
-        lines.append(f"of {bytes_text(limit)} that the device has: {program.memory.total / limit:.0%}")
-    at_peak = sorted(planned_memory.at(planned_memory.peak), key=lambda line: -line.bytes)
+    planned = program.plan.memory
+    if planned.limit is not None:
+        lines.append(f"of {bytes_text(planned.limit)} that the device has: {program.memory.total / planned.limit:.0%}")
+    at_peak = sorted(planned.at(planned.peak), key=lambda line: -line.bytes)
     parts = [(line.name, f"{line.bytes:,}", line.why) for line in at_peak]
     return [*lines, "", *_table(("in the plan's total", "bytes per device", "why"), parts, numbers=(1,))]
 
@@ -187,21 +169,14 @@ def time_lines(program: Program) -> list[str]:
         by_dtype += f", {done.kernel_flops:.4g} in kernels"
     if done.silent_kernels:
         by_dtype += f"; not known: {', '.join(done.silent_kernels)}"
-    memory, sent = (
-        _known(None) if amount is None else bytes_text(int(amount))
-        for amount in (done.memory_bytes, program.sent_bytes)
-    )
     cycles = _known(done.cycles, ",.0f") + (" cycles, without kernels and links" if done.cycles is not None else "")
-    lines = _table(
-        ("a step on one device", "least ms", "of"),
-        [
-            ("matmuls", _milliseconds(roof.matmul_seconds), by_dtype),
-            ("memory", _milliseconds(roof.memory_seconds), f"{memory} read and written"),
-            ("links", _milliseconds(roof.link_seconds), f"{sent} sent"),
-            ("by the compiler", _milliseconds(program.compiler_seconds), cycles),
-        ],
-        numbers=(1,),
-    )
+    rows = [
+        ("matmuls", _milliseconds(roof.matmul_seconds), by_dtype),
+        ("memory", _milliseconds(roof.memory_seconds), f"{_bytes(done.memory_bytes)} read and written"),
+        ("links", _milliseconds(roof.link_seconds), f"{_bytes(program.sent_bytes)} sent"),
+        ("by the compiler", _milliseconds(program.compiler_seconds), cycles),
+    ]
+    lines = _table(("a step on one device", "least ms", "of"), rows, numbers=(1,))
     each = program.model_flops / program.plan.num_devices
     lines.append(f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device")
     if roof.bound is None or roof.most_mfu is None:
