@@ -49,6 +49,7 @@ def test_the_wheel_holds_every_module_config_and_asset_and_nothing_else(wheel):
         f"maxtext_lite/{path.relative_to(REPOSITORY).as_posix()}" for path in configs
     }
     pages = (
+        "analysis/advice.txt",
         "analysis/charts.yml",
         "analysis/page.css",
         "analysis/page.html",
