@@ -19,7 +19,6 @@ from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
-from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_layout import (
     StageLayout,
@@ -477,5 +476,7 @@ def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:
         return TrainState(params, *common)
+    from maxtext_lite.training.local_updates import OuterState
+
     outer = OuterState(params, parts.get("outer_momentum"), parts.get("outer_master"))
     return TrainState(parts["replica_params"], *common, outer)

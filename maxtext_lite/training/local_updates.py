@@ -45,6 +45,11 @@ class LocalUpdates:
     outer_lr: float
     outer_momentum: float
 
+    @classmethod
+    def of(cls, config: LocalUpdatesConfig, num_replicas: int) -> "LocalUpdates":
+        """The local updates of a config with this many replicas."""
+        return cls(num_replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)
+
     def copies(self, tree: Tree) -> Tree:
         """One copy for each replica: leaves [R, ...]."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), tree)
@@ -83,9 +88,6 @@ class LocalUpdates:
             momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return OuterState(params, momentum, master)
 
-
-def local_updates(config: LocalUpdatesConfig, num_replicas: int | None) -> LocalUpdates | None:
-    """The local updates of a config with this many replicas; None where every step synchronises."""
-    if num_replicas is None:
-        return None
-    return LocalUpdates(num_replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)
+    def outer_like(self, params: Tree, *, has_masters: bool) -> OuterState:
+        """A tree like the shared state, whose parts are all `params`, such as shardings."""
+        return OuterState(params, params if self.outer_momentum else None, params if has_masters else None)

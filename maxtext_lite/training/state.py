@@ -27,7 +27,6 @@ from maxtext_lite.parallel import (
     zero1_sharding,
 )
 from maxtext_lite.training.arrays import Device
-from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
 from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
 from maxtext_lite.training.optimizer import (
     GradientAccumulation,
@@ -39,6 +38,7 @@ from maxtext_lite.training.optimizer import (
 
 if TYPE_CHECKING:
     from maxtext_lite.parallel.pipeline import Pipeline
+    from maxtext_lite.training.local_updates import LocalUpdates, OuterState
 
 DecoderFactory: TypeAlias = "Callable[[DecoderShape, Pipeline | None], Decoder]"
 """Makes a decoder from its shape and its pipeline."""
@@ -75,7 +75,7 @@ class StepContext:
     mesh: Mesh
     config: NumericsConfig
     objective: Objective = NEXT_TOKEN
-    local: LocalUpdates | None = None
+    local: "LocalUpdates | None" = None
 
     @property
     def num_replicas(self) -> int:
@@ -113,7 +113,7 @@ class TrainState:
     progress: Progress
     step: jax.Array
     skipped_in_a_row: jax.Array
-    outer: OuterState | None = None
+    outer: "OuterState | None" = None
     frozen: Params | None = None
 
     @property
@@ -151,14 +151,13 @@ def make_parts(
     """
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
-    return StepContext(
-        decoder,
-        optimizer_of_run(config, plan, decoder, own, last=plan.steps),
-        mesh,
-        config,
-        own.objective or objective_of(config),
-        local_updates(config, plan.diloco_num_replicas),
-    )
+    optimizer = optimizer_of_run(config, plan, decoder, own, last=plan.steps)
+    parts = StepContext(decoder, optimizer, mesh, config, own.objective or objective_of(config))
+    if plan.diloco_num_replicas is None:
+        return parts
+    from maxtext_lite.training.local_updates import LocalUpdates
+
+    return dataclasses.replace(parts, local=LocalUpdates.of(config, plan.diloco_num_replicas))
 
 
 def optimizer_of_run(
@@ -323,7 +322,7 @@ def state_shardings(parts: StepContext) -> TrainState:
     outer = None
     if local is not None:
         has_masters = parts.optimizer.has_masters(decoder.trained(decoder.abstract_params))
-        outer = OuterState(params, params if local.outer_momentum else None, params if has_masters else None)
+        outer = local.outer_like(params, has_masters=has_masters)
         params, progress = jax.tree.map(per_replica, (params, progress))
     return TrainState(params, _opt_state_shardings(parts), progress, everywhere, everywhere, outer, frozen)
 

@@ -14,7 +14,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import sharding, tree_shardings
 from maxtext_lite.training.checkpoint import Checkpointer, TrainProgress, fingerprint
 from maxtext_lite.training.gradients import step_gradients
-from maxtext_lite.training.local_updates import LocalUpdates, local_updates
+from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import (
@@ -164,9 +164,8 @@ def make_setup(*overrides, replicas=None, pipeline=None, objective=None, **mesh_
     mesh = mesh_of(**mesh_sizes, **stages)
     decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    return Setup(
-        config, mesh, decoder, optimizer, local_updates(config, replicas), objective
-    )
+    local = None if replicas is None else LocalUpdates.of(config, replicas)
+    return Setup(config, mesh, decoder, optimizer, local, objective)
 
 
 @pytest.fixture(scope="session")
