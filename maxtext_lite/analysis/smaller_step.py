@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from maxtext_lite.batching.ledger import Part
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, setting_text
@@ -55,18 +56,20 @@ def smaller_step(config: Config, plan: BatchPlan, plan_of: Planner, share: float
 
 def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, BatchPlan] | None:
     """The first change that makes something smaller, and its plan."""
-    batches = [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
+    batches = _batches(plan)
     for keys, found in _planned(config, _halves(config, plan), plan_of):
-        same = [(stage.samples_before, stage.global_batch_to_train) for stage in found.stages] == batches
-        if same and found.micro_batch_slots < plan.micro_batch_slots:
+        if _batches(found) == batches and found.micro_batch_slots < plan.micro_batch_slots:
             return keys, found
-    for keys, found in _planned(config, _stronger_remat(config), plan_of):
-        if found.memory.most("activations") < plan.memory.most("activations"):
-            return keys, found
-    for keys, found in _planned(config, _more_tiles(config), plan_of):
-        if found.memory.most("logits") < plan.memory.most("logits"):
-            return keys, found
+    parts: dict[Part, Iterator[Keys]] = {"activations": _stronger_remat(config), "logits": _more_tiles(config)}
+    for part, changes in parts.items():
+        for keys, found in _planned(config, changes, plan_of):
+            if found.memory.most(part) < plan.memory.most(part):
+                return keys, found
     return None
+
+
+def _batches(plan: BatchPlan) -> list[tuple[int, int]]:
+    return [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
 
 
 def _halves(config: Config, plan: BatchPlan) -> Iterator[Keys]:
