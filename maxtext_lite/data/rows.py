@@ -98,17 +98,15 @@ class _Stretches:
         """The documents in these rows, without reading a token."""
         starts, stops = self.spans(rows)
         document_starts = np.asarray(self.document_starts)
+        # The document in which each row begins, and those that begin later in it.
         first = document_starts.searchsorted(starts, side="right")
         last = document_starts.searchsorted(stops)
         within, owners = ranges(first, last - first)
-        # The row begins, documents begin within it, its padding begins, the row ends.
-        bounds = np.concatenate([starts, document_starts[within], stops, starts + self.num_tokens])
-        places = np.arange(len(rows))
-        owners = np.concatenate([places, owners, places, places])
-        order = np.lexsort((bounds, owners))
-        is_first = order < len(rows)
-        ends_row = order >= len(order) - len(rows)
-        return Documents(np.diff(bounds[order])[~is_first[1:]], owners[order][~is_first], ends_row[~is_first])
+        begun = np.minimum(document_starts[first], stops) - starts
+        later = np.minimum(document_starts[within + 1], stops[owners]) - document_starts[within]
+        lengths = np.concatenate([begun, later])
+        owners = np.concatenate([np.arange(len(rows)), owners])
+        return with_padding(lengths, owners, len(rows), self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
