@@ -309,7 +309,7 @@ def unknown_to_kernel(config: Config) -> Refusal | None:
     if not reasons:
         return None
     nearest: tuple[object, ...] = ("dot_product",)
-    if config.dtype not in kernel_named(name).dtypes:
+    if len(reasons) == 1 and config.dtype not in kernel_named(name).dtypes:
         nearest = ({"dtype": "bfloat16"}, "dot_product")
     elif not lacking(name, dataclasses.replace(needs_of(config), documents=False)) and "documents" in reasons[0]:
         nearest = ("cudnn_masked", {"packing": False})
