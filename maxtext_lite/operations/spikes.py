@@ -1,4 +1,4 @@
-"""The way back before a loss spike: finds the guilty rows, and lists them so that the run leaves them out."""
+"""Loss-spike rollback: finds the rows that caused a spike and excludes them from the run."""
 
 import contextlib
 import functools
@@ -26,14 +26,8 @@ _LEAST_ROWS = 4  # fewer cannot show an outlier
 _MOST_NAMED = 8
 
 
-class Place(NamedTuple):
-    """The place of a spike in a run.
-
-    Attributes:
-      step: that of the `LossSpike`.
-      examples_seen: before this step.
-      mixtures: the history of the run's mixtures up to it.
-    """
+class SpikeLocation(NamedTuple):
+    """The step of a spike, the examples before it, and the history of the run's mixtures up to it."""
 
     step: int
     examples_seen: int
@@ -58,8 +52,8 @@ class PreviousStepRows(NamedTuple):
     next_rows: Sequence[RowLoss]
 
 
-class Guilty(NamedTuple):
-    """The guilty rows, the place of their step in the run, and the reason."""
+class Outliers(NamedTuple):
+    """The rows that caused a spike, the place of their step in the run, and the reason."""
 
     rows: Sequence[RowLoss]
     first: int
@@ -67,15 +61,15 @@ class Guilty(NamedTuple):
 
 
 class SpikesHook(Hook):
-    """Has a run go back to before a loss spike and leave the guilty rows out."""
+    """Rolls a run back to before a loss spike and excludes the rows that caused it."""
 
     def start(self, run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
         self._run = run
 
     def on_spike(self, error: LossSpike) -> None:
         refuse_to_go_back_often(self._run, error)
-        place = Place(error.step, error.examples_seen, self._run.mixtures)
-        prepare = functools.partial(exclude_outliers, place=place, limit=error.limit)
+        spike = SpikeLocation(error.step, error.examples_seen, self._run.mixtures)
+        prepare = functools.partial(exclude_outliers, spike=spike, limit=error.limit)
         raise Restart(f"{error}; the run goes back", prepare)
 
 
@@ -86,88 +80,91 @@ def refuse_to_go_back_often(run: TrainingRun, spike: LossSpike) -> None:
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
-def exclude_outliers(run: TrainingRun, say: Callable[[str], None], *, place: Place, limit: float) -> None:
+def exclude_outliers(run: TrainingRun, say: Callable[[str], None], *, spike: SpikeLocation, limit: float) -> None:
     """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
 
-    Deletes first the checkpoints of the step before the spike and later, if there is an older one from which the run
-    takes the same steps again. Saves nothing while it searches, so that a run killed here meets the same spike again.
+    First deletes the checkpoints of the step before the spike and later, if an older one leads to the same steps. Saves
+    nothing while it searches: a killed run hits the same spike again.
 
     Args:
       limit: of the `LossSpike`.
     Raises:
-      NoWayBack: the run's steps come to other examples than those of the spike.
+      RollbackError: the run would replay other examples than those of the spike.
     """
-    step = place.step
     if run.checkpointer:
-        run.checkpointer.go_back(step - 1, functools.partial(_leads_to, place, run))
-    guilty = find_outlier_rows(*_rows_on_the_way(run, place), limit=limit, width=run.config.max_loss_spike)
+        run.checkpointer.go_back(spike.step - 1, functools.partial(_leads_to, spike, run))
+    outliers = find_outlier_rows(*_rows_before(run, spike), limit=limit, width=run.config.max_loss_spike)
     sources = run.source.named()
     number = max((row.spike for row in run.recorded), default=0) + 1
-    found = [
-        ExcludedRow(
-            row=row.row,
-            source=row.source,
-            data=sources[row.source].fingerprint,
-            from_example=guilty.first,
-            spike=number,
-            step=step,
-            loss=row.loss,
-            grad_norm=row.grad_norm,
+    excluded = list(run.recorded)
+    for row in outliers.rows:
+        excluded.append(
+            ExcludedRow(
+                row=row.row,
+                source=row.source,
+                data=sources[row.source].fingerprint,
+                from_example=outliers.first,
+                spike=number,
+                step=spike.step,
+                loss=row.loss,
+                grad_norm=row.grad_norm,
+            )
         )
-        for row in guilty.rows
-    ]
     path = run.files.directory / EXCLUDED
 
     def write() -> None:
-        write_whole(path, excluded_text([*run.recorded, *found]))
+        write_whole(path, excluded_text(excluded))
         run.files.upload()
 
     on_first_host(path, write)
-    named = [f"{row.source} {row.row:,} (loss {row.loss:.4g})".strip() for row in guilty.rows[:_MOST_NAMED]]
-    more = ", ..." if len(found) > _MOST_NAMED else ""
-    say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")
+    named = [f"{row.source} {row.row:,} (loss {row.loss:.4g})".strip() for row in outliers.rows[:_MOST_NAMED]]
+    more = ", ..." if len(outliers.rows) > _MOST_NAMED else ""
+    say(f"excluded from example {outliers.first:,} on: row {', '.join(named)}{more}: {outliers.why}")
 
 
-def _leads_to(place: Place, run: TrainingRun, counts: TrainProgress, mixtures: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run's steps after these counts take the examples that it has taken up to a place.
+def _leads_to(
+    spike: SpikeLocation, run: TrainingRun, counts: TrainProgress, mixtures: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the run's steps after these counts take the examples that it took before the spike.
 
     They do not if the batch or the mixture changed at a later checkpoint.
 
     Args:
       mixtures: the history up to the counts.
     """
+    if run.plan.length.examples_after(spike.step - 1 - counts.step, counts.examples_seen) != spike.examples_seen:
+        return False
     _, after = with_history(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
-    comes_to = run.plan.length.examples_after(place.step - 1 - counts.step, counts.examples_seen)
-    # By what the rows depend on: hosts may have the data under different names.
-    histories = [
-        [(each.examples_seen, each.tokens_seen, each.meaning) for each in map(Mixture.of, history)]
-        for history in (after, place.mixtures)
-    ]
-    return comes_to == place.examples_seen and histories[0] == histories[1]
+    return _meanings(after) == _meanings(spike.mixtures)
 
 
-def _rows_on_the_way(run: TrainingRun, spike: Place) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
+def _meanings(history: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """What rows depend on in a history of mixtures: hosts may have the data under different names."""
+    return [(each.examples_seen, each.tokens_seen, each.meaning) for each in map(Mixture.of, history)]
+
+
+def _rows_before(run: TrainingRun, spike: SpikeLocation) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
     """Repeats the steps before a spike; returns its place in the run, its rows, and the step before if it ran."""
-    step = spike.step
     state, counts = run.restore_or_init()
     if not _leads_to(spike, run, counts, run.mixtures):
         raise RollbackError(
-            f"step {step} has a loss spike, and the run cannot go back before it: the checkpoint from which its batch "
-            f"or its mixture changed is gone, and from that of step {counts.step} it comes to other examples; "
+            f"step {spike.step} has a loss spike, and the run cannot go back before it: the checkpoint from which its "
+            f"batch or its mixture changed is gone, and the one of step {counts.step} replays other examples; "
             f"{NOTHING_SAVED}",
-            step,
+            spike.step,
             spike.examples_seen,
         )
-    place, before = counts.examples_seen, None
+    place = counts.examples_seen
+    before = None
     examples = run.plan.length.step_examples
     with contextlib.closing(FeedSteps(run, state, StepLog(run, counts))) as steps:
         row_losses = make_row_losses(run)  # after pairs have their reference
-        for number in range(counts.step + 1, step):
+        for number in range(counts.step + 1, spike.step):
             steps.prepare(state, number)
-            if number == step - 1:
+            if number == spike.step - 1:
+                rows = row_losses(state, place, examples(place))
                 after = place + examples(place)
-                rows, next_rows = (row_losses(state, first, examples(first)) for first in (place, after))
-                before = PreviousStepRows(place, rows, next_rows)
+                before = PreviousStepRows(place, rows, row_losses(state, after, examples(after)))
             state, taken = steps.take(state, number)
             place += taken.num_examples
         return place, row_losses(state, place, examples(place)), before
@@ -175,13 +172,13 @@ def _rows_on_the_way(run: TrainingRun, spike: Place) -> tuple[int, Sequence[RowL
 
 def find_outlier_rows(
     first: int, rows: Sequence[RowLoss], before: PreviousStepRows | None, *, limit: float, width: float
-) -> Guilty:
+) -> Outliers:
     """The rows that caused a spike.
 
-    If the step's rows are within the band by the parameters before the last update, that update is to blame, and the
-    guilty rows are of its step; otherwise they are of the spike's own step. Guilty rows stand out in their step: their
-    loss or gradient norm is not finite, or beyond the `band_limit` of the step's rows. All rows of the step are guilty
-    if none stands out, or if the rest of the spike's own step is beyond the band too.
+    If the step's rows are within the band by the parameters before the last update, that update is to blame and its
+    step is searched, otherwise the spike's own. An outlier's loss or gradient norm is not finite or beyond the
+    `band_limit` of the step's rows. All rows of the step are excluded if there is no outlier, or if the rest of the
+    spike's own step is beyond the band too.
 
     Args:
       first: the place of the step in the run.
@@ -190,29 +187,27 @@ def find_outlier_rows(
       width: max_loss_spike.
     """
     if before and _is_within(before.next_rows, limit):
-        out, why = _find_outliers(before.rows, width), "the update of its step made the loss leave its band"
-        if out:
-            return Guilty(out, before.first, f"{why}, and it stands out there")
-        return Guilty(before.rows, before.first, f"{why}, and no row stands out there")
-    out, why = _find_outliers(rows, width), "the loss of its step left its band"
-    if out and _is_within([row for row in rows if row not in out], limit):
-        return Guilty(out, first, f"{why}, and it stands out there")
-    return Guilty(rows, first, f"{why}, and no row stands out for which the others would not")
+        why = "the update of its step made the loss leave its band"
+        if outliers := _outliers(before.rows, width):
+            return Outliers(outliers, before.first, f"{why}, and it is an outlier there")
+        return Outliers(before.rows, before.first, f"{why}, and no row is an outlier there")
+    why = "the loss of its step left its band"
+    outliers = _outliers(rows, width)
+    if outliers and _is_within([row for row in rows if row not in outliers], limit):
+        return Outliers(outliers, first, f"{why}, and it is an outlier there")
+    return Outliers(rows, first, f"{why}, and removing outliers does not fix it")
 
 
-def _find_outliers(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
-    of_loss, of_norm = (
-        band_limit(values, width, least=_LEAST_ROWS)
-        for values in ([row.loss for row in rows], [row.grad_norm for row in rows])
-    )
+def _outliers(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
+    most_loss = band_limit([row.loss for row in rows], width, least=_LEAST_ROWS)
+    most_norm = band_limit([row.grad_norm for row in rows], width, least=_LEAST_ROWS)
+    return [row for row in rows if not (_is_below(row.loss, most_loss) and _is_below(row.grad_norm, most_norm))]
 
-    def beyond(value: float, limit: float) -> bool:
-        return not math.isfinite(value) or value > limit
 
-    return [row for row in rows if beyond(row.loss, of_loss) or beyond(row.grad_norm, of_norm)]
+def _is_below(value: float, limit: float) -> bool:
+    return math.isfinite(value) and value <= limit
 
 
 def _is_within(rows: Sequence[RowLoss], limit: float) -> bool:
     """Whether the mean loss of rows is finite and within a limit."""
-    loss = math.fsum(row.loss_sum for row in rows) / (sum(row.num_counted for row in rows) or 1.0)
-    return math.isfinite(loss) and loss <= limit
+    return _is_below(math.fsum(row.loss_sum for row in rows) / (sum(row.num_counted for row in rows) or 1.0), limit)

@@ -65,7 +65,7 @@ def steps_of(directory):
     ]
 
 
-def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
+def test_a_run_that_finds_outliers_ends_in_the_bits_of_one_that_was_told(
     words, bucket, tmp_path, capsys, one_device
 ):
     """The first in a bucket, where its list is written and read."""
@@ -115,7 +115,7 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("rows", "before", "guilty"),
+    ("rows", "before", "expected"),
     [
         # One and two rows that stand out by their loss, one by its gradient, one that is no number.
         ([*ALIKE, row_of(8, 9.0), row_of(9, 30.0)], None, (80, [8, 9])),
@@ -136,11 +136,11 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
         (LIGHT, PreviousStepRows(72, ALIKE, LIGHT), (80, list(range(8)))),
     ],
 )
-def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(
-    rows, before, guilty
+def test_rows_that_stand_out_in_the_step_to_blame_are_excluded_or_all_of_it(
+    rows, before, expected
 ):
     found = find_outlier_rows(80, rows, before, limit=2.5, width=8)
-    assert (found.first, [row.row for row in found.rows]) == guilty
+    assert (found.first, [row.row for row in found.rows]) == expected
 
 
 def run_of(tmp_path, steps):
