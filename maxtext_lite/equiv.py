@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from maxtext_lite.analysis.scratch import scratch_directory
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
 from maxtext_lite.config.records import json_text
+from maxtext_lite.console import complain
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     agrees, worst, count = True, 0.0, 0
     with scratch_directory("maxtext_lite-equiv-") as directory:
-        for verdict in compare_splits(arguments.config, arguments.overrides, directory):
+        for verdict in compare_splits(arguments.config, arguments.overrides, directory, complain):
             agrees &= verdict.agrees
             count += not verdict.refused
             worst = max(worst, verdict.loss or 0.0, verdict.parameters or 0.0)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite replay", description=__doc__)
     parser.keys = known_keys
-    parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory, of pre-training or SFT")
+    parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override its config, such as the kernel or mesh"
     )

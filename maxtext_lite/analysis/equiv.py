@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import gzip
+import functools
 import io
 import itertools
 import json
@@ -15,21 +15,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxtext_lite.analysis.repeat import repeats_of
 from maxtext_lite.batching import make_plan
-from maxtext_lite.config import Config, UserError, load_config, packaged_file
+from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.keys import ModelConfig, source_kind
+from maxtext_lite.hf.model_directory import config_of_run
 
-EXAMPLES = 16
-"""Examples of a step."""
 STEPS = 3
 DEVICES = 8
 
 _TOKENS, _MOST_TOKENS = 64, 512
-_PRETRAINED = {
-    "dataset_type": "text", "tokenizer_type": "byte", "tokenizer_path": "", "vocab_size": 320,
-    "eval_dataset_path": "", "mixture_exhausted": "error", "excluded_rows": "",
-}  # fmt: skip
 _RUN = {
     "steps": STEPS, "num_epochs": 0, "last_batch": "drop", "warmup_steps": 1, "checkpoint_period": STEPS,
     "overwrite": False, "enable_checkpointing": True, "async_checkpointing": False, "eval_interval": -1,
@@ -56,12 +52,6 @@ def shrunk(config: Config) -> dict[str, object]:
     Raises:
       UserError: the config's result depends on how the batch is split.
     """
-    if config.run_kind == "rl":
-        raise UserError(
-            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on sampled responses, and "
-            "one token that rounding changes makes another batch. Nearest that works: dataset_type=sft, whose steps on "
-            "a given batch are split in the same way."
-        )
     if config.enable_diloco:
         raise UserError(
             "enable_diloco=true: each replica updates its own model, so another split is another run. Nearest that "
@@ -76,7 +66,6 @@ def shrunk(config: Config) -> dict[str, object]:
     changes: dict[str, object] = {
         **_RUN,
         **_EXACT,
-        **(_PRETRAINED if pretrains else {}),
         "max_target_length": num_tokens,
         "base_emb_dim": 32,
         "base_mlp_dim": 64,
@@ -90,6 +79,7 @@ def shrunk(config: Config) -> dict[str, object]:
         "trainable_position_size": num_tokens if config.trainable_position_size else 0,
         "lora_rank": min(config.lora_rank, 4),
     }
+    changes |= repeats_of(config).small_keys(config)
     if config.num_vocab_tiling > 1:
         changes["num_vocab_tiling"] = math.gcd(num_tokens, 4)
     if not pretrains and num_tokens < config.max_target_length:
@@ -160,12 +150,8 @@ class Split:
 
     def keys(self, config: Config) -> dict[str, object]:
         """All changes to a config; every split keeps a step's examples."""
-        per_device = EXAMPLES / self.devices / self.accumulation
         keys: dict[str, object] = {f"{link}_{axis}_parallelism": 1 for link in ("ici", "dcn") for axis in _AXES}
-        keys |= {"per_device_batch_size": per_device, "gradient_accumulation_steps": self.accumulation}
-        if config.enable_rampup_batch_size:  # half the batch for one step
-            keys |= {"per_device_batch_size_start": per_device / 2, "per_device_batch_size_increment": per_device / 2}
-            keys |= {"global_rampup_samples": EXAMPLES // 2}
+        keys |= repeats_of(config).batch_keys(config, self.devices, self.accumulation)
         return keys | dict(self.changes)
 
 
@@ -184,7 +170,6 @@ def splits(config: Config) -> list[Split]:
         Split("data 8", _mesh(data=8)),
         Split("data 8, ZeRO-1, 2 micro-batches", {**_mesh(data=8), "shard_optimizer_over_data": True}, 2),
         Split("data 8, stopped after step 1 and resumed", _mesh(data=8), restarts=True),
-        Split("data 8, two loads a step", {**_mesh(data=8), "expansion_factor_real_data": 0.5}),
         Split("fsdp 8", _mesh(fsdp=8)),
         Split("data 2 x fsdp 4, 4 micro-batches with empty slots", _mesh(data=2, fsdp=4), 4),
         Split("fsdp 4 x tensor 2", _mesh(fsdp=4, tensor=2)),
@@ -198,6 +183,7 @@ def splits(config: Config) -> list[Split]:
     ]
     if config.num_experts > 1:
         found.append(Split("data 2 x expert 4", _mesh(data=2, expert=4)))
+    found += [Split(name, changes, accumulation) for name, changes, accumulation in repeats_of(config).splits(config)]
     own = _own_mesh(config)
     return [*found, Split(f"the config's own axes: {own[0]}", own[1])] if own else found
 
@@ -221,6 +207,10 @@ TOLERANCE = 1e-5
 """Relative, of losses, norms and each parameter array."""
 _SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
 """Its parameters can be compared; AdamW turns the rounding of gradients near 0 into whole steps."""
+_PLACES = ("dataset_path", "tokenizer_path", "chat_template")
+"""Keys whose files may have moved with a run directory."""
+_FROZEN = "frozen"
+"""In the directory of all runs: what they share."""
 _WHOLE_RUN = "0"  # the name of the run whose batch is not split
 _OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits that shard or restore the optimizer's state
 
@@ -254,38 +244,38 @@ class Verdict:
         return not self.difference
 
 
-def compare_splits(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
+def compare_splits(
+    path: str | None, overrides: Sequence[str], directory: Path, say: Callable[[str], None]
+) -> Iterator[Verdict]:
     """Runs a shrunk config on simulated devices, whole and split; yields the verdict of each split once it has run.
 
     Args:
+      path: of a config, or of a run directory, whose recorded batches are used.
       directory: for the runs.
+      say: takes a note on what they train on.
     Raises:
       UserError: the config is wrong, cannot be shrunk, or does not run with its batch whole.
     """
-    config = load_config(path, overrides)
-    small = shrunk(config)
-    if small.get("dataset_type") == "text":
-        small["dataset_path"] = str(_ragged_text(directory))
+    run = Path(path) if path is not None and Path(path).is_dir() else None
+    moved: dict[str, object] = {}
+    if run is None:
+        config = load_config(path, overrides)
+    else:
+        path = str(run / "config.yml")
+        stated = load_config(path, overrides)
+        config = config_of_run(run, overrides)
+        moved = {key: getattr(config, key) for key in _PLACES if getattr(config, key) != getattr(stated, key)}
+    frozen = directory / _FROZEN
+    frozen.mkdir()
+    keys, note = repeats_of(config).freeze(config, run, frozen)
+    if note:
+        say(note)
+    small = shrunk(config) | moved | dict(keys)
     found = splits(config)
     yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
     own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
     if config.optimizer != "sgd" and own:
         yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)
-
-
-def _ragged_text(directory: Path) -> Path:
-    """The shipped text with every third paragraph split into words. Rows of whole plays would have equally many
-    targets, and a mean of means would equal the mean."""
-    packaged = packaged_file("assets", "shakespeare.jsonl.gz")
-    path = directory / "ragged.jsonl"
-    assert packaged is not None
-    with gzip.open(packaged, "rt", encoding="utf-8") as plays:
-        paragraphs = json.loads(plays.readline())["text"].split("\n\n")
-    with path.open("w", encoding="utf-8") as file:
-        for number, paragraph in enumerate(paragraphs):
-            for text in paragraph.split() if number % 3 == 1 else [paragraph]:
-                file.write(json.dumps({"text": text}) + "\n")
-    return path
 
 
 def _compared(
@@ -309,12 +299,17 @@ def _compared(
             yield Verdict(split.name, optimizer, refused=error.problems[0])
             continue
         runs[split.devices].append(_Run(str(number), words, split.restarts))
+    from maxtext_lite.analysis.replay import compare_recorded
+
+    frozen = directory.parent / _FROZEN
     for devices, each in runs.items():
         for name in _run_on(devices, path, each, directory):
             if name != _WHOLE_RUN:
                 yield _verdict(ways[int(name) - 1].name, optimizer, directory, name)
             elif why := _failure(directory / name):
                 raise UserError(f"the shrunk config does not run with its batch whole: {why}")
+            elif difference := compare_recorded((frozen, directory / name), TOLERANCE):
+                yield Verdict(WHOLE.name, optimizer, difference=f"not as recorded: {difference}")
 
 
 class _Run(NamedTuple):
@@ -363,7 +358,6 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
       ended: gets the name of each run.
     """
     from maxtext_lite.training.hooks import Callback
-    from maxtext_lite.training.loop import train
 
     class End(Callback):
         """Ends a run after its first step."""
@@ -376,9 +370,11 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
     for run in runs:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
+                config = load_config(path, run.words)
+                train = functools.partial(repeats_of(config).train, config, directory.parent / _FROZEN)
                 if run.restarts:
-                    train(load_config(path, run.words), callbacks=[End()])
-                train(load_config(path, run.words))
+                    train([End()])
+                train([])
         except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
             (directory / run.name).mkdir(parents=True, exist_ok=True)
             (directory / run.name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
@@ -394,7 +390,13 @@ def _failure(run: Path) -> str:
 
 
 def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
-    from maxtext_lite.analysis.replay import compare_checkpoints, compare_metrics, lines_of
+    from maxtext_lite.analysis.replay import (
+        compare_checkpoints,
+        compare_metrics,
+        compare_recorded,
+        is_around_0,
+        lines_of,
+    )
 
     failure = _failure(directory / name)
     if failure:
@@ -406,6 +408,8 @@ def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
         expected, loss = whole[key].get("loss"), other[key].get("loss")
         if expected is not None and loss is not None:  # null where it is not finite
             size = abs(expected) or 1.0  # 0 in a step without targets
+            if is_around_0("loss", whole[key]):
+                size = 1.0
             largest = max(largest, abs(loss - expected) / size)
     verdict = Verdict(split, optimizer, loss=largest)
     compared = compare_metrics(runs, TOLERANCE)
@@ -416,6 +420,8 @@ def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
         verdict = dataclasses.replace(verdict, difference=difference)
     elif last != last_of_split:
         return dataclasses.replace(verdict, difference=f"the run ends after step {last_of_split}, not {last}")
+    if difference := compare_recorded(runs, TOLERANCE):
+        verdict = dataclasses.replace(verdict, difference=difference)
     if optimizer != "sgd":
         return verdict
     saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step

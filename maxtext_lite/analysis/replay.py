@@ -14,39 +14,39 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxtext_lite.analysis.repeat import repeats_of
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import kernel_named
-from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.records import Record, is_evaluation, read_records, record_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import examples_hash, open_sources
 from maxtext_lite.data.sources import with_history
 from maxtext_lite.hf.model_directory import config_of_run
-from maxtext_lite.operations.row_losses import RowLoss, make_row_losses
+from maxtext_lite.operations.row_losses import RowLoss
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
 from maxtext_lite.training.compile import reading_compiled
-from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import Hook, LossSpike
-from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.loop import MakeSteps
 from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import environment, run_directory
 from maxtext_lite.training.saving import check, read_about, read_arrays, saved_shapes
 from maxtext_lite.training.step_log import StepLog
 
-_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")
+_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes", "overlap_fraction")
 """Suffixes of metrics of time and memory, which two runs never share. per_device_batch_size is not one of them."""
 
 _SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")
 _OF_SPLITS = ("gradient_noise_scale", "attention_imbalance", "loss_scale")
 """Prefixes of metrics that depend on how a batch is split."""
 
-_REWARD = "reward_"
-"""In names of differences of log-probabilities, which start at 0 but round like numbers around 1."""
+_AROUND_0 = ("reward_", "kl", "rollout_", "clip_fraction_")
+"""Prefixes of differences of log-probabilities and shares, which start at 0 but round like numbers around 1."""
+_OF_POLICY = "token_nll"  # a metric of every step of a policy
 
 _EXACT = (
     "examples_hash",
@@ -146,7 +146,8 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
     for name in dict.fromkeys((*_EXACT, "learning_rate", *flat, *other)):
         if _counts(name, tolerance):
             value, of_other = flat.get(name), other.get(name)
-            fields[name] = (value, of_other, _same(name, value, of_other, tolerance))
+            floor = tolerance if is_around_0(name, flat) else 0.0
+            fields[name] = (value, of_other, _same(name, value, of_other, tolerance, floor))
     if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in (flat, other)):
         fields.pop("reward_accuracy", None)  # its sign is rounding
     return fields
@@ -166,13 +167,18 @@ def _counts(name: str, tolerance: float) -> bool:
     return not name.endswith(_TIMES)
 
 
-def _same(name: str, first: Any, second: Any, tolerance: float) -> bool:
+def is_around_0(name: str, record: Record) -> bool:
+    """Whether a metric may be 0 up to the rounding of numbers around 1, as the sum of a group's advantages is."""
+    return name.startswith(_AROUND_0) or (name == "loss" and _OF_POLICY in record)
+
+
+def _same(name: str, first: Any, second: Any, tolerance: float, floor: float) -> bool:
     if first == second:
         return True
     are_numbers = isinstance(first, float | int) and isinstance(second, float | int)
     if not are_numbers or tolerance == 0 or name in _EXACT:
         return False
-    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance if _REWARD in name else 0.0)
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=floor)
 
 
 def rows_of_step(run: Path, step: int) -> list[Any] | str:
@@ -265,6 +271,28 @@ def _saved_difference(
     return SavedDifference(step, beyond, len(first), max(apart.values(), default=0.0))
 
 
+def compare_recorded(directories: tuple[Path, Path], tolerance: float) -> str:
+    """The first array that differs in the files of arrays that both directories have; "" without one.
+
+    Args:
+      tolerance: of the 2-norm of the difference, relative to the second array's.
+    """
+    first, second = directories
+    for path in sorted(first.glob("*.npz")):
+        if not (second / path.name).is_file():
+            continue
+        with np.load(path) as arrays, np.load(second / path.name) as others:
+            for name in arrays.keys() & others.keys():
+                a, b = arrays[name], others[name]
+                is_same = a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+                if is_same:
+                    continue
+                apart = _norm(a - b) / (_norm(b) or 1.0) if a.shape == b.shape else math.inf
+                if a.dtype.kind != "f" or not apart <= tolerance:
+                    return f"{name} of {path.name}: {apart:.3g}"
+    return ""
+
+
 def _norm(array: np.ndarray) -> float:
     return float(np.linalg.norm(array.astype(np.float64)))
 
@@ -335,14 +363,14 @@ def replayed(
         raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
     config = _with_first_parameters(config, starts, step)
     elsewhere = "keys are not the run's" if overrides else ""
-    with reading_compiled(config):  # before anything is compiled
-        run = open_run(config)
+    repeats = repeats_of(config)
+    with reading_compiled(config), repeats.opened(config) as (run, make_steps):  # before anything is compiled
         kernel = run.plan.attention_kernel.name
         elsewhere = elsewhere or _other_environment(directory)
         if not elsewhere and not kernel_named(kernel).repeats:
             elsewhere = f"attention={kernel} rounds otherwise each time"
         with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
-            found = _repeated(run, step, starts, lines, with_rows=with_rows, say=say)
+            found = _repeated(run, make_steps, step, starts, lines, with_rows=with_rows, say=say)
     allowed = tolerance
     if allowed is None:
         allowed = TOLERANCES[config.dtype] if elsewhere else 0.0
@@ -375,6 +403,7 @@ class _ReplayedSteps(NamedTuple):
 
 def _repeated(
     run: TrainingRun,
+    make_steps: MakeSteps,
     step: int,
     starts: RestartHistory,
     lines: Mapping[tuple[int, bool], Record],
@@ -384,7 +413,7 @@ def _repeated(
 ) -> _ReplayedSteps:
     """The steps from the nearest checkpoint before `step`."""
     kept = _Records()
-    rows = None
+    rows: Sequence[RowLoss] | None = None
     run.open_read_only(step, say)
     state, counts = run.restore_or_init()
     after = counts.step
@@ -397,13 +426,15 @@ def _repeated(
         raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
     say(f"{step - after:,} steps from {begin}")
     log = StepLog(run, counts, hooks=[kept])
-    with contextlib.closing(FeedSteps(run, state, log)) as steps:
+    steps, _ = make_steps(run, state, log)
+    with contextlib.closing(steps):
         for number in range(after + 1, step + 1):
             steps.prepare(state, number)
+            find_rows = None
             if with_rows and number == step:
-                first = log.counts.examples_seen
-                rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
+                find_rows = repeats_of(run.config).row_losses(run, steps, state, log.counts.examples_seen)
             state, taken = steps.take(state, number)
+            rows = find_rows() if find_rows else None
             try:
                 log.record(number, taken, state)
             except LossSpike as error:  # as it may have been in the run
@@ -448,19 +479,7 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Confi
     where = absolute(original(directory, "RUN_DIR"))
     newest, starts = _starts(where / "checkpoints")
     settings = settings_at(starts, step) if step <= newest else []
-    config = config_of_run(directory, [*settings, *overrides])
-    if config.run_kind == "rl":
-        raise UserError(
-            _not_replayed(directory, "reinforcement learning", "its responses were sampled and are not stored")
-        )
-    if source_kind(config.dataset_type).data == "pairs":
-        why = "its rows are pairs, whose reference is computed before the first step"
-        raise UserError(_not_replayed(directory, config.dataset_type, why))
-    return config, starts
-
-
-def _not_replayed(directory: Path, kind: str, why: str) -> str:
-    return f"RUN_DIR={directory} is a run of {kind}: {why}. replay takes pre-training and SFT."
+    return config_of_run(directory, [*settings, *overrides]), starts
 
 
 def _starts(checkpoints: Path) -> tuple[int, RestartHistory]:

@@ -477,6 +477,7 @@ class ObjectiveKind:
       starts: `module:function` called with (run, state, counts, say) before the first step; "": nothing.
       against: `module:function` from a model's scores and those of the model that the run began with to those to
         evaluate; "": the model's own.
+      repeats: `module:attribute` of what equiv and replay need of its runs; see analysis/repeat.py.
     """
 
     makes: str
@@ -484,6 +485,7 @@ class ObjectiveKind:
     rows_per_example: int = 1
     starts: str = ""
     against: str = ""
+    repeats: str = "maxtext_lite.analysis.repeat:READ"
 
 
 TEXT = SourceKind("maxtext_lite.data.sources:open_text", is_mixable=True)

@@ -1,7 +1,9 @@
 """The loss of each row of a step, and its part of the step's gradient."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -47,11 +49,27 @@ class RowLoss:
     num_counted: float
 
 
-def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[RowLoss]]:
-    """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
+class NamedRow(NamedTuple):
+    """One row of a step before it is evaluated; source and row as in `RowLoss`."""
 
-    `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a
-    batch of its own; rows that the run excludes there are left out. All hosts call it.
+    source: str
+    row: int
+    fields: Mapping[str, np.ndarray]
+
+
+Parameters: TypeAlias = tuple[Params, Params | None, jax.Array | None]
+"""Trained parameters, frozen ones, and the loss scale."""
+
+
+def trained_parameters(run: TrainingRun, state: TrainState) -> Parameters:
+    """What the gradients of a step depend on, once it is computed."""
+    return jax.block_until_ready((state.params, state.frozen, run.parts.optimizer.loss_scale(state.opt_state)))
+
+
+def make_losses_alone(run: TrainingRun) -> Callable[[Parameters, Iterable[NamedRow]], list[RowLoss]]:
+    """A function of parameters and rows, each of which goes through the step's own loss and gradient alone.
+
+    All hosts call it.
 
     Raises:
       UserError: the run has local updates, in which rows see different parameters.
@@ -62,8 +80,7 @@ def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[R
             "each replica."
         )
     tokenizer = load_tokenizer(run.config)
-    source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]
-    sizes = 1, run.plan.slots_for(1), source.num_tokens
+    where = sharding(run.mesh, TRAIN_BATCH_AXES)
 
     @jax.jit
     def alone(
@@ -73,32 +90,61 @@ def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[R
         norm = optax.tree.norm(found.gradients)
         return found.losses.loss, found.counts["target_tokens"], found.counts[run.parts.objective.divisor], norm
 
-    def text(fields: dict[str, np.ndarray]) -> str:
+    def text(fields: Mapping[str, np.ndarray]) -> str:
         ids = fields["tokens"][fields["segments"] > 0][:_TEXT_TOKENS]
         return tokenizer.decode(ids[ids < tokenizer.vocab_size])[:_TEXT_LETTERS]
 
-    def row_losses(state: TrainState, first: int, count: int) -> list[RowLoss]:
+    def losses_alone(parameters: Parameters, rows: Iterable[NamedRow]) -> list[RowLoss]:
+        found: list[RowLoss] = []
+        phases.enter("compile")  # the first row's
+        for row in rows:
+            phases.advance()
+            arrays: Rows = {}
+            for name, values in row.fields.items():
+                slots = np.zeros((1, run.plan.slots_for(1), len(values)), field_dtype(name))
+                slots[0, 0] = values
+                arrays[name] = jax.make_array_from_callback(slots.shape, where, slots.__getitem__)
+            loss, tokens, counted, norm = map(float, jax.device_get(alone(*parameters, arrays)))
+            documents = int(row.fields["segments"].max())
+            found.append(
+                RowLoss(
+                    source=row.source,
+                    row=row.row,
+                    text=text(row.fields),
+                    documents=documents,
+                    target_tokens=int(tokens),
+                    loss=loss,
+                    loss_sum=loss * counted,
+                    grad_norm=norm * counted,
+                    num_counted=counted,
+                )
+            )
+        whole = sum(row.num_counted for row in found) or 1.0
+        return [dataclasses.replace(row, grad_norm=row.grad_norm / whole) for row in found]
+
+    return losses_alone
+
+
+def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[RowLoss]]:
+    """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
+
+    `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a
+    batch of its own; rows that the run excludes there are left out. All hosts call it.
+
+    Raises:
+      UserError: the run has local updates, in which rows see different parameters.
+    """
+    alone = make_losses_alone(run)
+    source = run.source
+    reader = run.plan.loading_hosts[0]
+
+    def rows(first: int, count: int) -> Iterator[NamedRow]:
         ids = source.ids_of_run(first, count, run.config.data_shuffle_seed)
         ids = ids[~left_out(ids, first, run.excluded)]
         names = source.row_ids(ids) if source.parts else [("", row) for row in ids.tolist()]
-        params, frozen = jax.block_until_ready((state.params, state.frozen))
-        loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
-        found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []
-        phases.enter("compile")  # the first row's
-        for row in ids.tolist():
-            phases.advance()
-            read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None
-            fields = {name: np.asarray(x, field_dtype(name)) for name, x in value_of_host(reader, read).items()}
-            batch = {name: np.zeros(sizes, field_dtype(name)) for name in source.fields}
-            for name, values in fields.items():
-                batch[name][0, 0] = values
-            arrays = {name: jax.make_array_from_callback(sizes, where, x.__getitem__) for name, x in batch.items()}
-            loss, tokens, counted, norm = jax.device_get(alone(params, frozen, loss_scale, arrays))
-            found.append((fields, float(loss), int(tokens), float(counted), float(norm)))
-        whole = sum(counted for *_, counted, _ in found) or 1.0
-        return [
-            RowLoss(*name, text(fields), int(fields["segments"].max()), tokens, loss, loss * n, norm * n / whole, n)
-            for name, (fields, loss, tokens, n, norm) in zip(names, found, strict=True)
-        ]
+        for (name, number), row in zip(names, ids.tolist(), strict=True):
+            read = {field: x.tolist() for field, x in source[row].items()} if jax.process_index() == reader else None
+            shared = value_of_host(reader, read)
+            yield NamedRow(name, number, {field: np.asarray(x, field_dtype(field)) for field, x in shared.items()})
 
-    return row_losses
+    return lambda state, first, count: alone(trained_parameters(run, state), rows(first, count))

@@ -34,7 +34,8 @@ FILE = "reference.npz"
 
 
 def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
-    """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it.
+    """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it, and
+    in a run that is only read.
 
     Pairs that have it keep it: a run that goes back before a loss spike comes here twice. All hosts call it.
 
@@ -45,7 +46,7 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
         return
     held_out = [] if run.eval_source is None else run.eval_source.named().values()
     sources = [run.source, *held_out]
-    if counts.step:
+    if counts.step or run.is_read_only:
         tables = _read(run, sources)
     else:
         started = time.perf_counter()

@@ -10,11 +10,8 @@ from maxtext_lite.post_training.advantages import mean_of
 from maxtext_lite.post_training.prompts import Prompt
 from maxtext_lite.post_training.rewards import Scores
 from maxtext_lite.post_training.rl_run import RLRun, shared
-from maxtext_lite.post_training.rollout import Request
+from maxtext_lite.post_training.rollout import HELD_OUT, Request
 from maxtext_lite.training.state import TrainState
-
-HELD_OUT = 1
-"""The first int of a request's key; training uses another."""
 
 
 class HeldOutResponses:
@@ -39,7 +36,7 @@ class HeldOutResponses:
         """Mean reward, accuracy and pass@k of new responses."""
         rl, each = self._rl, self._rl.config.eval_num_generations
         pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
-        rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
+        rl.update(rl.run.decoder.joined(state.params, state.frozen), step)
         phases.advance()
         scores, tokens = list[Scores](), list[int]()
         for first in range(0, len(pairs), per_chunk):

@@ -107,6 +107,7 @@ class RolloutConfig(Section):
     rollout_url: Text
     rollout_correction: Literal["none", "truncated"]
     rollout_correction_cap: AtLeastOne
+    record_rollouts: Text
 
 
 class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
@@ -149,6 +150,12 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
 
 RL_KEYS: tuple[str, ...] = tuple(key for key in keys_of(RLRunConfig) if key not in KEYS)
 """The keys that configs/post_train/rl.yml adds."""
+
+
+def records_step(config: RolloutConfig, step: int) -> bool:
+    """Whether the batch of a step is recorded."""
+    asked = listed(config.record_rollouts)
+    return "all" in asked or str(step) in asked
 
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:
@@ -478,6 +485,13 @@ def _correction(config: RLRunConfig) -> Refusal | None:
     return refuse_unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
 
 
+def _recorded(config: RLRunConfig) -> Refusal | None:
+    asked = config.record_rollouts
+    if all(re.fullmatch(r"all|[1-9][0-9]*", step) for step in listed(asked)):
+        return None
+    return refuse(config, "record_rollouts", "is neither all nor steps separated by commas", "all", "1", "")
+
+
 RL_RULES: tuple[Callable[[RLRunConfig], Refusal | None], ...] = (
     _micro_batch,
     _lengths,
@@ -500,6 +514,7 @@ RL_RULES: tuple[Callable[[RLRunConfig], Refusal | None], ...] = (
     _rollout,
     _reported,
     _correction,
+    _recorded,
     unused_arithmetic,
     _dataset,
     _loss_spikes,

@@ -15,4 +15,4 @@ DPO = ObjectiveKind(
     starts="maxtext_lite.post_training.dpo_reference:add_reference",
     against="maxtext_lite.post_training.preference:against",
 )
-GRPO = ObjectiveKind("", "prompts")
+GRPO = ObjectiveKind("", "prompts", repeats="maxtext_lite.post_training.repeat:SAMPLED")

@@ -16,11 +16,17 @@ from maxtext_lite.post_training.rollout import Response
 
 
 class Sampled(NamedTuple):
-    """Pairs that are not judged yet; `texts` are the responses as reward functions see them."""
+    """Pairs that are not judged yet.
+
+    Attributes:
+      texts: the responses as reward functions see them.
+      keys: of the requests.
+    """
 
     prompts: Sequence[Prompt]
     responses: Sequence[Response]
     texts: Sequence[str]
+    keys: Sequence[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,25 @@ class Chunk:
         """The chunk of these pairs, with the advantages of their scores."""
         advantages = group_advantages(scores.total, num_generations, scale_rewards)
         return Chunk(sampled, scores, advantages, num_generations)
+
+    @staticmethod
+    def joined(chunks: Sequence["Chunk"]) -> "Chunk":
+        """The pairs of all chunks, of which there is at least one, in order."""
+        parts = zip(*(chunk.sampled for chunk in chunks), strict=True)
+        sampled = Sampled(*([x for part in field for x in part] for field in parts))
+        scores = Scores.joined([chunk.scores for chunk in chunks])
+        advantages = np.concatenate([chunk.advantages for chunk in chunks])
+        return Chunk(sampled, scores, advantages, chunks[0].num_generations)
+
+    def groups(self) -> list["Chunk"]:
+        """The pairs of each prompt; the first has the messages and the count of errors."""
+        found: list[Chunk] = []
+        each = self.num_generations
+        for first in range(0, len(self.advantages), each):
+            pairs = slice(first, first + each)
+            sampled = Sampled(*(x[pairs] for x in self.sampled))
+            found.append(Chunk(sampled, self.scores.part(pairs), self.advantages[pairs], each))
+        return found
 
     def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
         """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.
@@ -91,7 +116,7 @@ class Chunk:
                 },
                 "advantage": float(self.advantages[at]),
             }
-            for at, (prompt, response, text) in enumerate(zip(*self.sampled, strict=True))
+            for at, (prompt, response, text) in enumerate(zip(*self.sampled[:3], strict=True))
         ]
 
 

@@ -99,6 +99,15 @@ class Scores:
             traceback=next((part.traceback for part in parts if part.traceback), ""),
         )
 
+    def part(self, pairs: slice) -> Self:
+        """The scores of some of the pairs; those of the first also have the messages and the number of errors."""
+        total = self.total[pairs]
+        by_name = {name: values[pairs] for name, values in self.by_name.items()}
+        has_failed = self.has_failed[pairs]
+        if pairs.start == 0:
+            return dataclasses.replace(self, total=total, by_name=by_name, has_failed=has_failed)
+        return type(self)(total, by_name, has_failed, 0, [])
+
     def to_json(self) -> dict[str, Any]:
         """The argument of `from_json`."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}

@@ -15,12 +15,13 @@ from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.inference.stream_text import decode_after
 from maxtext_lite.models.decoding import Sampling
-from maxtext_lite.parallel import exchange, value_of_host
+from maxtext_lite.parallel import Params, exchange, value_of_host
 from maxtext_lite.post_training.batch import RLBatch
 from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation
 from maxtext_lite.post_training.pairs import Sampled
 from maxtext_lite.post_training.policy import Policy
 from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
+from maxtext_lite.post_training.recorded import NOTHING, Recorded
 from maxtext_lite.post_training.rewards import Completion, Rewards, Scores, longest_seconds
 from maxtext_lite.post_training.rollout import ANSWER_SECONDS, LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.post_training.transfer import sampling_mesh
@@ -40,8 +41,8 @@ class RLRun:
       config: the user's.
       batch: the arithmetic of its batches.
       policy: the objective of a step.
-      engine: samples responses.
-      rewards: judges them; None on all hosts but the first.
+      engine: samples responses; None where all are recorded.
+      rewards: judges them; None on all hosts but the first, and where all are recorded.
       stop_token_ids: tokens after which a response ends.
     """
 
@@ -51,10 +52,11 @@ class RLRun:
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
-    engine: RolloutEngine
+    engine: RolloutEngine | None
     rewards: Rewards | None
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
+    recorded: Recorded = NOTHING
 
     @property
     def sampling(self) -> Sampling:
@@ -72,21 +74,44 @@ class RLRun:
         before = prompt.token_ids if prompt.is_plain else ()
         return decode_after(self.tokenizer, before, token_ids, skip_special_tokens=skip_special_tokens)
 
+    def update(self, params: Params, step: int) -> None:
+        """Sets the parameters to sample from, those after `step` optimizer steps."""
+        if self.engine is not None:
+            self.engine.update(params, step)
+
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
-        """Samples a response to each request, those of `prompts`; any thread may call it."""
+        """A response to each request, those of `prompts`, recorded or sampled; any thread may call it.
+
+        Raises:
+          UserError: responses are neither recorded nor to be sampled.
+        """
+        keys = [request.key for request in requests]
+        found = self.recorded.find(keys)
+        if found is not None:
+            return found.sampled._replace(prompts=prompts, keys=keys)
+        if self.engine is None:
+            raise UserError(
+                f"rollout_engine={self.config.rollout_engine}: the responses to prompt {keys[0][1]} of the run were "
+                "sampled by a server and are not recorded. Nearest that works: record_rollouts=all in the run."
+            )
         with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
             responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
         skips = self.config.reward_skip_special_tokens
         pairs = zip(prompts, responses, strict=True)
         texts = [self.text_of(prompt, response, skip_special_tokens=skips) for prompt, response in pairs]
-        return Sampled(prompts, responses, texts)
+        return Sampled(prompts, responses, texts, keys)
 
     def judge(self, sampled: Sampled, unit: int) -> Scores | None:
         """The scores of sampled pairs, on the first host; any thread may call it. For `unit` see `Rewards.of`.
 
+        Those of recorded responses are recorded, too.
+
         Raises:
           RewardError: a reward failed, with reward_error=stop.
         """
+        found = self.recorded.find(sampled.keys)
+        if found is not None:
+            return found.scores
         if self.rewards is None:
             return None
         all_of = zip(sampled.prompts, sampled.texts, sampled.responses, strict=True)
@@ -98,7 +123,8 @@ class RLRun:
 
     def close(self) -> None:
         """Closes the sampler and the judge."""
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -113,9 +139,11 @@ def shared(scores: Scores | None) -> Scores:
     return Scores.from_json(value_of_host(0, scores and scores.to_json()))  # JSON holds doubles as they are
 
 
-def open_rl_run(config: RLRunConfig) -> RLRun:
+def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
     """The run of a config, with prompts opened, batches planned, and devices assigned to trainer and sampler.
 
+    Args:
+      recorded: responses that are neither sampled nor judged.
     Raises:
       UserError: the config does not suit these devices, prompts or rewards, or contradicts the run directory.
     """
@@ -124,7 +152,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     plan_batch(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    prompts = open_prompts(config, vocab_size=config.vocab_size)
+    prompts = (recorded.prompts, None) if recorded.is_whole else open_prompts(config, vocab_size=config.vocab_size)
     source, eval_source = prompts
     _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
@@ -134,14 +162,16 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     assert isinstance(batch, RLBatch), "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
     rewards: Rewards | None = None
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and not recorded.is_whole:
         names = [name for each in prompts if each is not None for name in each.field_names]
         rewards = Rewards(config, tuple(dict.fromkeys(names)))
     try:
         policy = policy_of(config, batch)
         # Before the run makes its directory, so that a refused sampler leaves none.
         sampling_devices = devices[len(devices) - batch.sampler_devices :]
-        engine = _engine(config, batch, sampling_devices, stop_token_ids)
+        engine = None
+        if not recorded.is_whole and (config.rollout_engine == "local" or not recorded.groups):
+            engine = _engine(config, batch, sampling_devices, stop_token_ids)
         run = TrainingRun(
             config,
             plan,
@@ -155,7 +185,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         if rewards is not None:
             rewards.close()
         raise
-    return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
+    return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids, recorded)
 
 
 def _refuse_other_prompts(fingerprints: list[str | None]) -> None:

@@ -25,6 +25,9 @@ from maxtext_lite.post_training.transfer import Transfer
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
 
+TRAINING, HELD_OUT = 0, 1
+"""The first int of a request's key: what the response is for."""
+
 ANSWER_SECONDS = 1800.0
 """The longest time for a server's answer, with all attempts."""
 

@@ -12,27 +12,27 @@ import numpy as np
 from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import example_ids
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
+from maxtext_lite.operations.row_losses import NamedRow
 from maxtext_lite.operations.watchdog import watchdog
 from maxtext_lite.parallel import sharding
 from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.post_training.held_out import HeldOutResponses
-from maxtext_lite.post_training.keys import RLRunConfig
+from maxtext_lite.post_training.keys import RLRunConfig, records_step
 from maxtext_lite.post_training.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
+from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, write_batch
 from maxtext_lite.post_training.rewards import RewardError, Scores
 from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
-from maxtext_lite.post_training.rollout import Request
+from maxtext_lite.post_training.rollout import TRAINING, Request
 from maxtext_lite.post_training.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
 from maxtext_lite.training.hooks import Callback
 from maxtext_lite.training.loop import RunResult, train_run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step_log import StepLog, StepResult, open_lines
-
-TRAINING = 0
-"""The first int of a request's key; `held_out` uses another."""
 
 _LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of tens of layers
 
@@ -43,12 +43,12 @@ Judged = tuple[Sampled, Scores | None]
 
 
 @status_line.shown()
-def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = (), recorded: Recorded = NOTHING) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 
     Args:
       callbacks: as of `training.train`.
-
+      recorded: responses that are neither sampled nor judged.
     Raises:
       UserError: the config does not suit these devices, prompts or rewards, or contradicts the checkpoint.
       RewardError: a reward failed, with reward_error=stop, or all rewards of two batches in a row.
@@ -57,13 +57,21 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
     phases.begin()
     for phase in ("start-up", "rollout", "evaluation"):
         watchdog.allow(phase, waiting_seconds(config))
-    with contextlib.closing(open_rl_run(config)) as rl:
+    with contextlib.closing(open_rl_run(config, recorded)) as rl:
         phases.mark("data")
         return train_run(
             rl.run,
-            lambda _, state, log: (RolloutSteps(rl, state, log), HeldOutResponses(rl, log.say)),
+            functools.partial(make_rollout_steps, rl),
             callbacks,
         )
+
+
+def make_rollout_steps(
+    rl: RLRun, run: TrainingRun, state: TrainState, log: StepLog
+) -> tuple["RolloutSteps", HeldOutResponses]:
+    """The steps and the evaluation of a run of reinforcement learning."""
+    del run  # rl has it
+    return RolloutSteps(rl, state, log), HeldOutResponses(rl, log.say)
 
 
 class RolloutSteps:
@@ -76,6 +84,7 @@ class RolloutSteps:
     """
 
     ahead = False
+    compiled_anew = True
 
     def __init__(self, rl: RLRun, state: TrainState, log: StepLog):
         run, config, counts = rl.run, rl.config, log.counts
@@ -103,6 +112,7 @@ class RolloutSteps:
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
+        self._numbers = self._prompt_numbers()
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
@@ -113,7 +123,8 @@ class RolloutSteps:
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
         """Takes a step, on new responses or on those of the step before; returns once it is done."""
         phases.enter("rollout", step)
-        batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
+        batch, timeline = self._batch, Timeline()
+        numbers = self._numbers = self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, numbers, timeline)
         else:
@@ -161,7 +172,7 @@ class RolloutSteps:
         """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
-        rl.engine.update(params, step - 1)
+        rl.update(params, step - 1)
         phases.advance()
         self._chunks, sums = [], self._new_sums()
         judged: list[Chunk] = []
@@ -180,6 +191,7 @@ class RolloutSteps:
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
+        self._record(step, Chunk.joined(judged))
         self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
         record = batch_record(judged)
         self._say_equal(record["equal_reward_groups"] == 1)
@@ -265,7 +277,6 @@ class RolloutSteps:
     def _restored(self) -> list[Rows]:
         """The chunks of the batch in which the run stopped."""
         run, batch = self._run, self._batch
-        assert run.checkpointer is not None, "a run that resumes has checkpoints"
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         names = [ADVANTAGES, "weights", OLD]
@@ -274,7 +285,7 @@ class RolloutSteps:
         dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), np.int32)
         dtypes |= dict.fromkeys(names, np.float32)
         abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
-        whole = run.checkpointer.restore_unfinished(abstract)
+        whole = run.restore_unfinished(abstract)
         return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
 
     def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> str:
@@ -282,6 +293,24 @@ class RolloutSteps:
         batch = self._batch
         places = np.arange(batch.pairs_per_batch).reshape(batch.micro_batches, -1).T.ravel()
         return origin_of_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
+
+    def _rows_on_host(self) -> dict[str, np.ndarray]:
+        """The rows [pairs, T] of the batch. All hosts call it."""
+        everywhere = jax.jit(lambda x: x, out_shardings=sharding(self._run.mesh))
+        found: dict[str, np.ndarray] = {}
+        for name in self._chunks[0]:
+            parts = [np.asarray(everywhere(rows[name]))[0] for rows in self._chunks]
+            found[name] = np.concatenate([part[: self._batch.pairs_per_micro_batch] for part in parts])
+        return found
+
+    def named_rows(self) -> list[NamedRow]:
+        """The rows of the batch, by the numbers of their prompts. All hosts call it."""
+        rows = self._rows_on_host()
+        numbers = np.repeat(self._numbers, self._config.num_generations)
+        return [
+            NamedRow("", int(number), {name: x[pair] for name, x in rows.items()})
+            for pair, number in enumerate(numbers)
+        ]
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""
@@ -291,6 +320,16 @@ class RolloutSteps:
         if self._rollouts and (has_line or step == 1):
             for line in (line for chunk in chunks for line in chunk.lines(step)):
                 self._rollouts.write(line)
+
+    def _record(self, step: int, batch: Chunk) -> None:
+        """Writes the whole batch if a step on it is to be recorded. All hosts call it."""
+        steps = range(step, step + self._config.num_iterations)
+        if not any(records_step(self._config, each) for each in steps):
+            return
+        rows = self._rows_on_host()
+        computed = {name: rows[name] for name in (OLD, REFERENCE) if name in rows}
+        if self._run.is_first and not self._run.is_read_only:
+            write_batch(path_of(self._run.files.directory, step), batch, computed)
 
 
 def _ahead(

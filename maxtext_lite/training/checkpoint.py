@@ -281,6 +281,25 @@ class CheckpointReader:
             state = dataclasses.replace(state, frozen=frozen)
         return state, counts
 
+    def restore_unfinished(self, abstract: Tree) -> Tree:
+        """The batch during which the newest checkpoint was saved, in the shapes and shardings of `abstract`.
+
+        Raises:
+          UserError: the saved arrays have other shapes.
+        """
+        step = self._newest
+        assert step is not None, "restore_unfinished() without a checkpoint"
+        path = self._directory / str(step)
+        saved = saved_shapes(path, "unfinished")
+        shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
+        if shapes != wanted:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} was saved between two updates on a batch of "
+                f"shapes {shapes}, here {wanted}. Resume with the batch_size, micro_batch_size, grpo_beta, "
+                "rollout_engine, rollout_correction and devices of then."
+            )
+        return read_arrays(path, {"unfinished": abstract})["unfinished"]
+
     def _only_parameters(self, step: int, why: str) -> UserError:
         """The refusal of a checkpoint of which a run can take the parameters alone."""
         return UserError(
@@ -353,25 +372,6 @@ class Checkpointer(CheckpointReader):
         self._saver.start(self._directory / str(counts.step), items, lambda: self._delete_old(counts.step))
         if self._waits:
             self.wait()
-
-    def restore_unfinished(self, abstract: Tree) -> Tree:
-        """The batch during which the newest checkpoint was saved, in the shapes and shardings of `abstract`.
-
-        Raises:
-          UserError: the saved arrays have other shapes.
-        """
-        step = self._newest
-        assert step is not None, "restore_unfinished() without a checkpoint"
-        path = self._directory / str(step)
-        saved = saved_shapes(path, "unfinished")
-        shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
-        if shapes != wanted:
-            raise UserError(
-                f"the checkpoint of step {step} in {self._directory} was saved between two updates on a batch of "
-                f"shapes {shapes}, here {wanted}. Resume with the batch_size, micro_batch_size, grpo_beta, "
-                "rollout_engine, rollout_correction and devices of then."
-            )
-        return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, TrainProgress]:
         """See `CheckpointReader`; waits for the current save first."""

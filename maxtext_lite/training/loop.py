@@ -41,6 +41,11 @@ class StepSource(Protocol):
         """Whether step N+1 is dispatched before the metrics of step N are read, so that the devices never wait."""
         ...
 
+    @property
+    def compiled_anew(self) -> bool:
+        """Whether a program may have been compiled here, rather than found where an earlier process kept it."""
+        ...
+
     def prepare(self, state: TrainState, step: int) -> None:
         """Does what must precede this step and may take long, such as compiling; `state` is that before the step."""
         ...

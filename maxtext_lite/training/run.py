@@ -73,6 +73,7 @@ class TrainingRun:
       excluded: ids of those and of the config's excluded rows, with the position in the run from which each is left
         out.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
+      is_read_only: nothing is written into the run directory.
     Args:
       own: the parts of a step that the caller supplies.
       devices: those that train; None: all.
@@ -120,6 +121,7 @@ class TrainingRun:
         self._saved: CheckpointReader | None = None
         self._lock: Any = None  # on the first host, if locks are installed
         self._is_writable = False
+        self.is_read_only = False
 
     @contextlib.contextmanager
     def opened(self, say: Callable[[str], None]) -> Generator[None]:
@@ -198,6 +200,7 @@ class TrainingRun:
 
     def open_read_only(self, step: int, say: Callable[[str], None]) -> None:
         """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
+        self.is_read_only = True
         self._saved = CheckpointReader(self.directory, self._fingerprint).find_before(step, say)
 
     def save(self, state: TrainState, counts: TrainProgress, unfinished: Rows | None = None) -> None:
@@ -212,6 +215,11 @@ class TrainingRun:
         for part in (self._lock, self.checkpointer):
             if part is not None and part.error is not None:
                 raise part.error
+
+    def restore_unfinished(self, abstract: Rows) -> Rows:
+        """The batch during which the restored checkpoint was saved; see `CheckpointReader.restore_unfinished`."""
+        assert self._saved is not None, "a run that resumes has checkpoints"
+        return self._saved.restore_unfinished(abstract)
 
     @property
     def mixtures(self) -> list[dict[str, Any]]:

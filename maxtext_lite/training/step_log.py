@@ -65,12 +65,12 @@ def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool
 
 
 def open_lines(run: TrainingRun, name: str, step: int, say: Callable[[str], None]) -> JsonLines | None:
-    """A file of lines in the run directory, which continues after `step`; None on all hosts but the first.
+    """A file of lines in the run directory, which continues after `step`; None on hosts that do not write there.
 
     Raises:
       WriteError: it cannot be read or written.
     """
-    if not run.is_first:
+    if not run.is_first or run.is_read_only:
         return None
     path = run.files.directory / name
     with writing(path):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.replay import replayed
 from maxtext_lite.config import UserError
 from maxtext_lite.post_training import rollout_steps
 from maxtext_lite.post_training.advantages import group_advantages
@@ -29,12 +30,13 @@ def parameters(result):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, config_of):
     """An uninterrupted run, whose trainer and sampler share the 8 devices."""
-    return train_rl(config_of(tmp_path_factory.mktemp("rl"), *WHOLE))
+    words = [*WHOLE, "record_rollouts=5"]
+    return train_rl(config_of(tmp_path_factory.mktemp("rl"), *words))
 
 
 FILES = """
 config.yml plan.json metrics.jsonl rollouts.jsonl timeline.jsonl checkpoints reference environment.json memory.json
-goodput.json tensorboard
+goodput.json tensorboard rollouts-5.npz
 """
 
 
@@ -74,6 +76,33 @@ def test_every_pair_is_written_down(whole):
     assert found["unscored_fraction"] == np.mean(np.isnan(rewards)) > 0
     tokens = [pair["tokens"] for pair in pairs[:16] if pair["reward"] is not None]
     assert found["target_tokens"] == sum(tokens)
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_step_is_repeated_to_the_bit_with_its_rows(whole, step, tmp_path):
+    """Step 5 on its recorded batch; step 6 from before that batch, whose responses are sampled again."""
+    run = shutil.copytree(whole.run_directory, tmp_path / "copy")
+    if step == 6:
+        shutil.rmtree(run / "checkpoints" / "5")
+        (run / "rollouts-5.npz").unlink()
+    before = [(path, path.stat().st_mtime_ns) for path in sorted(run.rglob("*"))]
+    with pytest.MonkeyPatch.context() as patch:
+        if step == 5:
+            patch.setattr(LocalEngine, "generate", None)
+        found = replayed(run, step, [], tolerance=None, with_rows=True, say=print)
+    assert (found.elsewhere, found.tolerance, found.first_difference) == ("", 0, None)
+    assert found.after == 4
+    line = steps(run)[step - 1]
+    assert found.fields["grad_norm"] == (line["grad_norm"], line["grad_norm"], True)
+    assert len(found.rows) == 16
+    loss, counted = (
+        sum(getattr(row, name) for row in found.rows)
+        for name in ("loss_sum", "num_counted")
+    )
+    assert loss / counted == pytest.approx(line["loss"], abs=1e-6)
+    assert before == [
+        (path, path.stat().st_mtime_ns) for path in sorted(run.rglob("*"))
+    ]
 
 
 def stopped_after(monkeypatch, num_steps):

@@ -65,7 +65,7 @@ def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
     )
     # The refused one is known before any has run; the others follow as they end.
     refused, split, lost, missing = compare_splits(
-        None, ["base_num_decoder_layers=2"], tmp_path
+        None, ["base_num_decoder_layers=2"], tmp_path, print
     )
     assert (split.agrees, split.refused, split.optimizer) == (True, "", "sgd")
     assert max(split.loss, split.parameters) < 1e-6
@@ -120,7 +120,7 @@ def test_a_config_that_does_not_run_whole_is_refused_with_the_reason(
 
     monkeypatch.setattr(equivalence, "_run_on", fail)
     with pytest.raises(UserError) as refused:
-        next(compare_splits(None, [], tmp_path))
+        next(compare_splits(None, [], tmp_path, print))
     assert ran == ["0"]  # the others need not run
     assert (
         str(refused.value)

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from maxtext_lite.analysis.equiv import EXAMPLES, WHOLE, settings, shrunk, splits
+from maxtext_lite.analysis.equiv import WHOLE, settings, shrunk, splits
+from maxtext_lite.analysis.repeat import EXAMPLES
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.load import packaged_directory

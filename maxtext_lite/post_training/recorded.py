@@ -1,0 +1,133 @@
+"""Batches of reinforcement learning on file: what came from outside a step, and what the step made of it.
+
+Prompts, responses, the sampler's log-probabilities and rewards come from outside: `equiv` and `replay` take them from
+here and compute everything else again. Advantages and log-probabilities are kept beside them for comparison.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from maxtext_lite.config.errors import writing
+from maxtext_lite.config.whole_file import replacing
+from maxtext_lite.post_training.pairs import Chunk, Sampled
+from maxtext_lite.post_training.prompts import FilePrompts, Prompt
+from maxtext_lite.post_training.rewards import Scores
+from maxtext_lite.post_training.rollout import TRAINING, Response
+
+_REWARDS = "rewards/"  # before the names of reward functions
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Groups of judged responses that stand in for sampling and judging.
+
+    Attributes:
+      groups: chunks of one prompt each, by the position of the prompt in the run.
+      is_whole: there are no other prompts, and these repeat.
+    """
+
+    groups: Mapping[int, Chunk]
+    is_whole: bool = False
+
+    @property
+    def prompts(self) -> FilePrompts:
+        """The prompts, in order."""
+        return FilePrompts(tuple(group.sampled.prompts[0] for group in self.groups.values()), "recorded")
+
+    def find(self, keys: Sequence[tuple[int, ...]]) -> Chunk | None:
+        """The pairs with these keys of requests; None if they are not recorded."""
+        found: list[Chunk] = []
+        for use, position, generation in keys:
+            group = self.groups.get(position % len(self.groups) if self.is_whole else position)
+            if group is None or use != TRAINING:
+                return None
+            if generation == 0:
+                found.append(group)
+        return Chunk.joined(found) if found else None
+
+
+NOTHING = Recorded({})
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """The file of the batch that was sampled before this step."""
+    return directory / f"rollouts-{step}.npz"
+
+
+def recorded_paths(directory: Path) -> list[Path]:
+    """The files of batches in a run directory, in the order of steps."""
+    return sorted(directory.glob("rollouts-*.npz"), key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def write_batch(path: Path, batch: Chunk, computed: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
+    """Writes the pairs of a batch, and what a step has computed for each of them."""
+    prompts, responses, _, keys = batch.sampled
+    scores = batch.scores
+    arrays: dict[str, np.ndarray] = {
+        "position": np.array([position for _, position, _ in keys]),
+        "prompt_number": np.array([prompt.number for prompt in prompts]),
+        "prompt_ids": _padded([prompt.token_ids for prompt in prompts], np.int32),
+        "prompt_tokens": np.array([len(prompt.token_ids) for prompt in prompts]),
+        "response_ids": _padded([response.token_ids for response in responses], np.int32),
+        "response_tokens": np.array([len(response.token_ids) for response in responses]),
+        "rollout_log_probabilities": _padded([response.log_probabilities for response in responses], np.float32),
+        "ended": np.array([response.ended for response in responses]),
+        "reward": scores.total,
+        "reward_failed": scores.has_failed,
+        "reward_errors": np.array(scores.errors),
+        "num_generations": np.array(batch.num_generations),
+        "advantages": batch.advantages,
+        **computed,
+    }
+    arrays |= {_REWARDS + name: values for name, values in scores.by_name.items()}
+    with writing(path), replacing(path) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+
+
+def read_batch(path: Path) -> Chunk:
+    """The pairs of a file."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file.items())
+    names = [name.removeprefix(_REWARDS) for name in arrays if name.startswith(_REWARDS)]
+    scores = Scores(
+        total=arrays["reward"],
+        by_name={name: arrays[_REWARDS + name] for name in names},
+        has_failed=arrays["reward_failed"],
+        errors=int(arrays["reward_errors"]),
+        messages=[],
+    )
+    each = int(arrays["num_generations"])
+    prompts: list[Prompt] = []
+    responses: list[Response] = []
+    keys: list[tuple[int, ...]] = []
+    for pair, position in enumerate(arrays["position"].tolist()):
+        prompt_ids = arrays["prompt_ids"][pair, : arrays["prompt_tokens"][pair]]
+        length = arrays["response_tokens"][pair]
+        token_ids = arrays["response_ids"][pair, :length].tolist()
+        log_probabilities = arrays["rollout_log_probabilities"][pair, :length].tolist()
+        prompts.append(Prompt(int(arrays["prompt_number"][pair]), "", tuple(prompt_ids.tolist()), {}))
+        responses.append(Response(token_ids, log_probabilities, bool(arrays["ended"][pair])))
+        keys.append((TRAINING, position, pair % each))
+    sampled = Sampled(prompts, responses, [""] * len(prompts), keys)
+    return Chunk(sampled, scores, arrays["advantages"], each)
+
+
+def recorded_in(directory: Path) -> Recorded:
+    """All groups that a run directory holds."""
+    groups: dict[int, Chunk] = {}
+    for path in recorded_paths(directory):
+        for group in read_batch(path).groups():
+            groups[group.sampled.keys[0][1]] = group
+    return Recorded(groups)
+
+
+def _padded(sequences: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """[sequences, longest], with zeros at the ends."""
+    found = np.zeros((len(sequences), max(map(len, sequences))), dtype)
+    for row, values in zip(found, sequences, strict=True):
+        row[: len(values)] = values
+    return found

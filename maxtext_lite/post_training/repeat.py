@@ -1,0 +1,190 @@
+"""How `equiv` and `replay` repeat steps of reinforcement learning: see `analysis.repeat`."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data import load_tokenizer
+from maxtext_lite.data.order import example_ids
+from maxtext_lite.post_training.advantages import group_advantages
+from maxtext_lite.post_training.keys import RLRunConfig
+from maxtext_lite.post_training.pairs import Chunk, Sampled
+from maxtext_lite.post_training.prompts import open_prompts
+from maxtext_lite.post_training.recorded import Recorded, path_of, read_batch, recorded_in, recorded_paths, write_batch
+from maxtext_lite.post_training.rewards import Scores
+from maxtext_lite.post_training.rollout import TRAINING, Response
+from maxtext_lite.training.hooks import Callback
+
+PROMPTS = 4
+"""Prompts of a batch: as many micro-batches as the splits have at most."""
+_MOST_GENERATIONS = 8
+_MOST_TOKENS = 512
+_REWARDS = (0.0, 0.25, 1.0, np.nan)
+
+
+class _Sizes(NamedTuple):
+    """What `equiv` keeps of a batch."""
+
+    generations: int
+    prompt_tokens: int
+    response_tokens: int
+    updates: int
+
+    @classmethod
+    def of(cls, config: RLRunConfig) -> "_Sizes":
+        tokens = min(config.max_target_length, _MOST_TOKENS)
+        prompt = min(config.max_prefill_predict_length, max(tokens // 2, tokens - _response_tokens(config)))
+        generations = min(config.num_generations, _MOST_GENERATIONS)
+        return cls(generations, prompt, tokens - prompt, min(config.num_iterations, 2))
+
+    @property
+    def batches(self) -> int:
+        """Batches of a run."""
+        return 3 if self.updates == 1 else 2
+
+
+def _response_tokens(config: RLRunConfig) -> int:
+    return config.max_target_length - config.max_prefill_predict_length
+
+
+class SampledBatches:
+    """Steps on sampled responses: prompts, responses, the sampler's log-probabilities and rewards stay as they are."""
+
+    def batch_keys(self, config: RLRunConfig, devices: int, accumulation: int) -> dict[str, object]:
+        """The keys that split a batch into micro-batches of whole groups."""
+        del devices
+        pairs = PROMPTS * _Sizes.of(config).generations
+        return {"micro_batch_size": pairs // accumulation, "trainer_devices_fraction": 1, "sampler_devices_fraction": 1}
+
+    def splits(self, config: RLRunConfig) -> Sequence[tuple[str, Mapping[str, object], int]]:
+        """Half of the devices train, if some do in the config."""
+        if config.trainer_devices_fraction == 1:
+            return ()
+        half = {"trainer_devices_fraction": 0.5, "sampler_devices_fraction": 0.5}
+        return (("data 4 of 8 devices, the others sample, 2 micro-batches", half | {"ici_data_parallelism": 4}, 2),)
+
+    def small_keys(self, config: RLRunConfig) -> Mapping[str, object]:
+        """The keys of small batches."""
+        sizes = _Sizes.of(config)
+        steps = sizes.batches * sizes.updates
+        return {
+            "batch_size": PROMPTS,
+            "num_generations": sizes.generations,
+            "num_iterations": sizes.updates,
+            "max_prefill_predict_length": sizes.prompt_tokens,
+            "max_target_length": sizes.prompt_tokens + sizes.response_tokens,
+            "steps": steps,
+            "checkpoint_period": steps,
+            "data_shuffle_seed": -1,
+            "record_rollouts": "all",
+            "rollout_engine": "local",
+            "rollout_url": "",
+            "rollout_slots": -1,
+            "rollout_tensor_parallelism": 1,
+            "rollout_fsdp_parallelism": 1,
+        }
+
+    def freeze(self, config: RLRunConfig, run: Path | None, directory: Path) -> tuple[Mapping[str, object], str]:
+        """Writes the batches of a run's files; without any, draws responses and rewards for the config's prompts."""
+        sizes = _Sizes.of(config)
+        paths = recorded_paths(run) if run else []
+        groups = [group for path in paths[: sizes.batches] for group in read_batch(path).groups()[:PROMPTS]]
+        note = "on the batches recorded in " + ", ".join(path.name for path in paths[: sizes.batches])
+        if not groups:
+            groups = _draw_groups(config, sizes)
+            note = "on responses and rewards at random; equiv RUN_DIR takes those of a run with record_rollouts=1"
+        for batch in range(sizes.batches):
+            places = [batch * PROMPTS + place for place in range(PROMPTS)]
+            chosen = [_cut(groups[place % len(groups)], place, sizes, config) for place in places]
+            write_batch(path_of(directory, 1 + batch * sizes.updates), Chunk.joined(chosen))
+        return {}, note
+
+    def train(self, config: RLRunConfig, frozen: Path, callbacks: Sequence[Callback]) -> None:
+        """Trains a run on what `freeze` wrote."""
+        from maxtext_lite.post_training.rollout_steps import train_rl
+
+        recorded = recorded_in(frozen)
+        train_rl(config, callbacks=callbacks, recorded=Recorded(recorded.groups, is_whole=True))
+
+    @contextlib.contextmanager
+    def opened(self, config: RLRunConfig) -> Generator[tuple[Any, Any]]:
+        """The `TrainingRun` of a config whose steps are done, and a function that makes its `StepSource`.
+
+        Recorded batches are taken as they were; responses to other prompts are sampled and judged again.
+        """
+        from maxtext_lite.post_training.rl_run import open_rl_run
+        from maxtext_lite.post_training.rollout_steps import make_rollout_steps
+        from maxtext_lite.training.run_files import run_directory
+
+        recorded = recorded_in(run_directory(config))
+        if config.rollout_engine != "local" and not recorded.groups:
+            raise UserError(
+                f"rollout_engine={config.rollout_engine}: a server sampled the responses, and none are recorded. "
+                "Nearest that works: record_rollouts=all in the run."
+            )
+        with contextlib.closing(open_rl_run(config, recorded)) as rl:
+            yield rl.run, functools.partial(make_rollout_steps, rl)
+
+    def row_losses(self, run: Any, steps: Any, state: Any, examples_seen: int) -> Callable[[], list[Any]]:
+        """A function to call after the next step, whose result is the `RowLoss` of each of its pairs before it."""
+        import jax
+
+        from maxtext_lite.operations.row_losses import make_losses_alone, trained_parameters
+
+        del examples_seen
+        alone = make_losses_alone(run)
+        before = jax.tree.map(jax.numpy.copy, trained_parameters(run, state))  # a step donates its state
+        return lambda: alone(before, steps.named_rows())
+
+
+SAMPLED = SampledBatches()
+
+
+def _cut(group: Chunk, position: int, sizes: _Sizes, config: RLRunConfig) -> Chunk:
+    """A group at a position of the run, with at most so many generations and tokens."""
+    prompts, responses, texts, _ = group.sampled
+    most = slice(0, sizes.generations)
+    prompt = prompts[0]
+    ids = prompt.token_ids[-sizes.prompt_tokens :]
+    number = position
+    prompt = prompt.__class__(number, prompt.text, ids, {})
+    kept: list[Response] = []
+    for response in responses[most]:
+        token_ids = response.token_ids[: sizes.response_tokens]
+        is_whole = len(token_ids) == len(response.token_ids)
+        kept.append(Response(token_ids, response.log_probabilities[: len(token_ids)], response.ended and is_whole))
+    keys = [(TRAINING, position, generation) for generation in range(len(kept))]
+    scores = group.scores.part(most)
+    advantages = group.advantages
+    if len(kept) < len(responses):
+        advantages = group_advantages(scores.total, len(kept), config.scale_rewards)
+    return Chunk(Sampled([prompt] * len(kept), kept, texts[most], keys), scores, advantages, len(kept))
+
+
+def _draw_groups(config: RLRunConfig, sizes: _Sizes) -> list[Chunk]:
+    """The first prompts of a config, with responses, log-probabilities and rewards at random; some are unscored."""
+    rng = np.random.default_rng(0)
+    source, _ = open_prompts(config)
+    vocab_size = load_tokenizer(config).vocab_size
+    count = PROMPTS * sizes.batches
+    numbers = example_ids(0, count, num_examples=len(source), seed=config.data_shuffle_seed)
+    groups: list[Chunk] = []
+    for number in numbers.tolist():
+        responses: list[Response] = []
+        for _ in range(sizes.generations):
+            length = int(rng.integers(1, sizes.response_tokens + 1))
+            log_probabilities = -np.log(config.vocab_size) + 0.4 * rng.normal(size=length)
+            token_ids = rng.integers(vocab_size, size=length)
+            responses.append(Response(token_ids.tolist(), log_probabilities.tolist(), False))
+        rewards = rng.choice(_REWARDS, sizes.generations)
+        rewards[:2] = rng.permutation((0.0, 1.0))  # an advantage in each group
+        scores = Scores(rewards, {"drawn": rewards}, np.zeros(sizes.generations, bool), 0, [])
+        sampled = Sampled([source[number]] * sizes.generations, responses, [""] * sizes.generations)
+        chunk = Chunk.judged(sampled, scores, num_generations=sizes.generations, scale_rewards=config.scale_rewards)
+        groups.append(chunk)
+    return groups
