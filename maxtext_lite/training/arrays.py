@@ -1,5 +1,6 @@
 """Types of the trees of arrays in training, and functions of any tree."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -33,3 +34,8 @@ def as_float32(tree: Tree) -> Tree:
 def num_elements(tree: Tree) -> int:
     """The number of elements of all arrays in a tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def map_axes(function: Callable[[tuple[str, ...]], object], axes: Tree) -> Tree:
+    """`function` of each parameter's logical axes, as a tree like the parameters."""
+    return jax.tree.map(function, axes, is_leaf=lambda node: isinstance(node, tuple))

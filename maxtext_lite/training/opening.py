@@ -18,7 +18,7 @@ from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
-from maxtext_lite.training.objective import CustomLoss, Loss, custom_loss
+from maxtext_lite.training.objective import Loss, Objective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import has_checkpoints, run_directory
 from maxtext_lite.training.state import CONFIGURED, Overrides
@@ -94,12 +94,14 @@ def own_sources(config: Config, source: Examples | None, eval_source: Examples |
     return own_examples(source, key="source", **sizes), held_out
 
 
-def own_objective(config: Config, loss: Loss, sources: Sources | None) -> CustomLoss:
+def own_objective(config: Config, loss: Loss, sources: Sources | None) -> Objective:
     """The objective that minimises the caller's own loss, which is tried first on rows like those of the sources.
 
     Raises:
       UserError: the config is about pairs of rows, or the loss breaks a promise of `Loss`.
     """
+    from maxtext_lite.training.custom_loss import custom_loss
+
     _refuse_pairs(config, "objective")
     start_devices()  # processes must join before any of them computes
     return custom_loss(

@@ -14,9 +14,9 @@ from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
-from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
-from maxtext_lite.parallel import Tree, TreePath
-from maxtext_lite.training.arrays import Scalar, as_float32
+from maxtext_lite.models import is_matrix, unstacked
+from maxtext_lite.parallel import Tree
+from maxtext_lite.training.arrays import Scalar, as_float32, map_axes
 
 _INITIAL = 2.0**16
 _LEAST = 1.0  # a smaller scale would itself cost float16 range
@@ -366,111 +366,13 @@ def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformat
         case "lion":
             return optax.scale_by_lion(config.adam_b1, config.adam_b2)
         case "adafactor":
-            return _per_tensor(
-                optax.chain(
-                    optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
-                ),
-                axes,
-            )
+            from maxtext_lite.training.per_tensor import adafactor
+
+            return adafactor(axes)
         case "muon":
-            return _muon(config, axes)
+            from maxtext_lite.training.per_tensor import muon
 
-
-def _map_axes(function: Callable[[tuple[str, ...]], object], axes: Tree) -> Tree:
-    """`function` of each parameter's logical axes, as a tree like the parameters."""
-    return jax.tree.map(function, axes, is_leaf=lambda node: isinstance(node, tuple))
-
-
-def _per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """`inner` applied to every tensor by itself, to each layer of a stack and each expert, as if there were no stacks.
-
-    Its state is a tree like the parameters with one state of `inner` per stack: arrays have the stack's dims before
-    their own; scalars, which are counts, are shared by the stack.
-    """
-    stacked = _map_axes(lambda leaf: len(leaf) - len(per_tensor_axes(leaf)), axes)
-    num_stacked = dict(jax.tree_util.tree_leaves_with_path(stacked))
-
-    def over(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
-
-    def init(params: Tree) -> Tree:
-        def of_stack(path: TreePath, p: jax.Array) -> Tree:
-            one = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype)
-            out_axes = over(jax.eval_shape(inner.init, one))
-            init_stack = inner.init
-            for _ in range(num_stacked[path]):
-                init_stack = jax.vmap(init_stack, out_axes=out_axes)
-            return init_stack(p)
-
-        return jax.tree_util.tree_map_with_path(of_stack, params)
-
-    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        def of_stack(path: TreePath, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
-            update_stack = inner.update
-            for _ in range(num_stacked[path]):
-                update_stack = jax.vmap(update_stack, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
-            return update_stack(update, state, p)
-
-        tree = jax.tree.structure(updates)
-        found = tree.flatten_up_to(jax.tree_util.tree_map_with_path(of_stack, updates, state, params))
-        return tuple(tree.unflatten(part) for part in zip(*found, strict=True))
-
-    return optax.GradientTransformation(init, update)
-
-
-def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """`inner`, mapped over the dim `name` of the parameters that have one, so that it stays split as it is.
-
-    The state is that of `inner`. Counts are shared by all parameters.
-    """
-    places = _map_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
-    dim_of = dict(jax.tree_util.tree_leaves_with_path(places))
-    if not dim_of:
-        return inner
-
-    def dim(path: TreePath, _: jax.Array) -> int | None:
-        for start in range(len(path)):  # the state's paths end in those of the parameters
-            if path[start:] in dim_of:
-                return dim_of[path[start:]]
-        return None
-
-    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        in_axes = tuple(jax.tree_util.tree_map_with_path(dim, tree) for tree in (updates, state, params))
-        return jax.vmap(inner.update, in_axes=in_axes, out_axes=in_axes[:2])(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update)
-
-
-def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
-    momentum, which Optax applies to either or neither.
-
-    Source: Jordan et al. 2024.
-    """
-
-    def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-        """The input and output dims of a stacked projection; None where Muon does not apply."""
-        if unstacked(leaf) == leaf or not is_matrix(leaf):
-            return None
-        matrix = per_tensor_axes(leaf)
-        dims = tuple(range(-len(matrix), 0))
-        split = num_inputs(matrix)
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=dims[:split], output_axis=dims[split:])
-
-    # Optax's muon applies a learning rate: 1 leaves it to the train step, and -1 undoes the sign.
-    muon = optax.contrib.muon(
-        learning_rate=1.0,
-        beta=config.adam_b1,
-        adam_b1=config.adam_b1,
-        adam_b2=config.adam_b2,
-        eps=config.adam_eps,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=_map_axes(dimension_numbers, axes),
-    )
-    # It merges all dims before a matrix, of which only the first can stay split: that is to be the layers'.
-    for name in ("repeats", "experts"):
-        muon = _vmap_dim(name, muon, axes)
-    return optax.chain(muon, optax.scale(-1.0))
+            return muon(config, axes)
 
 
 OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTransformation]
@@ -517,7 +419,7 @@ def make_optimizer(
     else:
         rate = learning_rate_schedule(config, last=last).rate
         inner = own(lambda updates: rate(jnp.asarray(updates) + 1), axes)
-    biases = _map_axes(lambda leaf: unstacked(leaf) == ("router_bias",), axes)
+    biases = map_axes(lambda leaf: unstacked(leaf) == ("router_bias",), axes)
     return GradientAccumulation(
         inner,
         LossScaling(config.loss_scale, config.loss_scale_growth_interval) if config.dtype == "float16" else None,
@@ -533,7 +435,7 @@ def make_optimizer(
 
 def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:
     clipping = config.gradient_clipping_threshold
-    decayed = _map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
+    decayed = map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
     return optax.chain(
         optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
         _direction(config, axes),

@@ -35,7 +35,6 @@ from maxtext_lite.training.checkpoint import (
     append_restart,
     fingerprint,
 )
-from maxtext_lite.training.objective import CustomLoss
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.run_files import (
     RunFiles,
@@ -233,7 +232,8 @@ class TrainingRun:
             own["optimizer"] = OWN
         if self._own.model is not Decoder:
             own["model"] = OWN
-        own["objective"] = OWN if isinstance(self._own.objective, CustomLoss) else CONFIGURED_OBJECTIVE
+        is_passed = self._own.objective is not None and self.plan.rl is None
+        own["objective"] = OWN if is_passed else CONFIGURED_OBJECTIVE
         return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas) | own
 
     @property

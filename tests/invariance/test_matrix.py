@@ -30,8 +30,9 @@ from maxtext_lite.models import (
 from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.post_training.chunked_step import ChunkedStep
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.gradients import step_gradients
-from maxtext_lite.training.objective import CustomLoss, Predictions
+from maxtext_lite.training.objective import Predictions
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.synchronise import make_summarise
 from tests import responses

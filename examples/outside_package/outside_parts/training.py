@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 from maxtext_lite.config import Config
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.hooks import Hook
-from maxtext_lite.training.objective import CustomLoss
 
 
 def confident(config: Config) -> CustomLoss:
