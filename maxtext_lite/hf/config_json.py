@@ -17,6 +17,7 @@ from maxtext_lite.hf.fields import (
     Fields,
     JsonObject,
     Keys,
+    is_off,
     is_whole,
     same_architecture,
     without_experts,
@@ -24,23 +25,7 @@ from maxtext_lite.hf.fields import (
 
 FIELD = "quantization_config"
 
-_SKIPPED = frozenset({"modules_to_not_convert"})
-# The known entries of each format: the tensors say the same, or they are about activations, caches and kernels, which a
-# run here does not take from the checkpoint. Any other entry could change the numbers and is refused.
-FORMATS: Mapping[str, frozenset[str]] = {
-    "mxfp4": _SKIPPED | {"dequantize"},
-    "fp8": _SKIPPED | {"activation_scheme", "dequantize", "fmt", "ignored_layers", "scale_fmt", "weight_block_size"},
-    "fbgemm_fp8": _SKIPPED | {"activation_scale_ub"},
-    "compressed-tensors": frozenset({
-        "config_groups", "dequantize", "format", "global_compression_ratio", "ignore", "kv_cache_scheme",
-        "quantization_status", "run_compressed", "sparsity_config", "use_optimized_inference", "version",
-    }),
-    "bitsandbytes": frozenset({
-        "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
-        "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
-        "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit",
-    }),
-}  # fmt: skip
+FORMATS: Mapping[str, list[str]] = {method: names.split() for method, names in TABLE["quantized"].items()}
 """The formats that are read, by quant_method, with the entries of `quantization_config` that each may have."""
 
 _NEAREST = {"mxfp8": "fp8", "nvfp4": "mxfp4"}  # of any other compressed-tensors, which stores GPTQ and AWQ too
@@ -119,8 +104,7 @@ def check_quantization(fields: Fields) -> None:
         return
     where = f"{FIELD} ({method}): "
     for name, value in found.items():
-        is_off = value is False or value in ([], {})
-        if name not in FORMATS[method] and name != "quant_method" and not is_off:
+        if name not in FORMATS[method] and name != "quant_method" and not is_off(value):
             fields.refuse(where + name, value, "is not known, and could change the weights.")
     try:
         if method == "fp8":

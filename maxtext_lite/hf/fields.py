@@ -1,6 +1,5 @@
 """The fields of a config.json, read one by one, and the keys that they decide."""
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -113,10 +112,7 @@ class Fields:
     def whole(self, name: str, default: int | None = None, *, least: int = 1, key: str = "") -> int:
         """The field's value, an integer of at least `least`; `least` and a problem if it is not one."""
         value = self.need(name, key=key) if default is None else self.take(name, default, key=key)
-        if is_whole(value, least):
-            return value
-        self.refuse(name, value, f"is not an integer of at least {least}.")
-        return least
+        return self._checked(name, value, is_whole(value, least), f"an integer of at least {least}", least)
 
     def size(self, name: str, default: int) -> int:
         """The value of a size that another part reads and checks; `default` if it is wrong or missing."""
@@ -126,26 +122,24 @@ class Fields:
     def flag(self, name: str, default: bool, *, key: str = "") -> bool:
         """The field's value, true or false; `default` and a problem if it is neither."""
         value = self.take(name, default, key=key)
-        if isinstance(value, bool):
-            return value
-        self.refuse(name, value, "is not true or false.")
-        return default
+        return self._checked(name, value, isinstance(value, bool), "true or false", default)
 
     def listed(self, name: str) -> list[Any] | None:
         """The field's value, a list; None if it is missing; None and a problem if it is something else."""
         value = self.take(name)
-        if value is None or isinstance(value, list):
-            return value
-        self.refuse(name, value, "is not a list.")
-        return None
+        return self._checked(name, value, value is None or isinstance(value, list), "a list", None)
 
     def mapping(self, name: str) -> JsonObject:
         """The field's entries that are not null; {} and a problem if it is no object."""
         value = self.take(name, {})
-        if isinstance(value, dict):
-            return {entry: each for entry, each in value.items() if each is not None}
-        self.refuse(name, value, "is not an object with entries such as rope_type.")
-        return {}
+        value = self._checked(name, value, isinstance(value, dict), "an object with entries such as rope_type", {})
+        return {entry: each for entry, each in value.items() if each is not None}
+
+    def _checked(self, name: str, value: Any, is_right: bool, kind: str, default: Any) -> Any:
+        if is_right:
+            return value
+        self.refuse(name, value, f"is not {kind}.")
+        return default
 
     def refuse(self, name: str, value: object, why: str) -> None:
         """Notes a value that cannot be expressed."""
@@ -160,7 +154,7 @@ class Fields:
 
         A field with a problem already is not named again.
         """
-        known = {problem.partition("=")[0].partition(" ")[0] for problem in self.problems}
+        known = {re.split("[= ]", problem)[0] for problem in self.problems}
         layers = keys["base_num_decoder_layers"]
         name = self.names.get("base_num_decoder_layers")
         if name and name not in known and isinstance(layers, int) and layers > MOST_LAYERS:
@@ -192,20 +186,26 @@ class Fields:
             self.refuse("torch_dtype", self.peek("torch_dtype"), f"contradicts dtype={stated[0]}.")
         code = self.take("auto_map", {})
         family = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
-        classes = code.values() if isinstance(code, dict) else [code]
-        for name in itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in classes):
-            if name is not None and not str(name).rpartition(".")[2].startswith(family):
-                self.refuse("auto_map", name, f"is code that is not run. If the model is {family}, remove auto_map.")
+        for each in code.values() if isinstance(code, dict) else [code]:
+            for name in each if isinstance(each, list) else [each]:
+                if name is None or str(name).rpartition(".")[2].startswith(family):
+                    continue
+                why = f"is code that is not run. If the model is {family}, remove auto_map."
+                self.refuse("auto_map", name, why)
 
     def unknown(self, kind: str) -> list[str]:
         """A problem for each field that no part has read."""
-        stated = {name: self._fields[name] for name in self._fields if name in self._unread}
+        advice = f"is not a known field of {kind}, and could change the logits. If it does not, remove it."
         return [
-            f"{value_text(name)}={value_text(value)} is not a known field of {kind}, and could change the logits. If "
-            "it does not, remove it."
-            for name, value in stated.items()
-            if value is not False and value not in ([], {})  # off or empty: changes nothing
+            f"{value_text(name)}={value_text(value)} {advice}"
+            for name, value in self._fields.items()
+            if name in self._unread and not is_off(value)
         ]
+
+
+def is_off(value: object) -> bool:
+    """Whether a value is false or empty: what it switches changes nothing."""
+    return value is False or value in ([], {})
 
 
 def without_experts(keys: Keys) -> JsonObject:
