@@ -11,6 +11,8 @@ from jax import Array
 from maxtext_lite.models.attention import STRATEGIES, merge, part, put
 from maxtext_lite.parallel import Tree, own_shard
 
+Change = Callable[[Any, Any], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
@@ -33,17 +35,22 @@ class Pairs:
 
     def queries(self, x: Array, axis: int) -> Array:
         """Both pairs' queries, [2 B, ...] from [B, ...]."""
-        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.query])
+        return self._parts(x, self.query, axis)
 
     def keys(self, x: Array, axis: int) -> Array:
         """Both pairs' keys, [2 B, ...] from [B, ...]."""
-        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
+        return self._parts(x, self.key, axis)
 
-    def updated(self, state: Tree, found: Tree, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Tree:
+    def _parts(self, x: Array, firsts: tuple[Any, Any], axis: int) -> Array:
+        return jnp.concatenate([part(x, first, self.chunk, axis) for first in firsts])
+
+    def updated(self, state: Tree, found: Tree, firsts: tuple[Any, Any], change: Change) -> Tree:
         """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` at each pair's tokens."""
-        for first, *of_pair in zip(firsts, *(jnp.split(x, 2) for x in found), strict=True):
+        halves = [jnp.split(x, 2) for x in found]
+        for pair, first in enumerate(firsts):
             before = tuple(part(x, first, self.chunk, axis=3) for x in state)
-            state = tuple(put(x, new, first) for x, new in zip(state, change(before, tuple(of_pair)), strict=True))
+            after = change(before, tuple(half[pair] for half in halves))
+            state = tuple(put(x, new, first) for x, new in zip(state, after, strict=True))
         return state
 
 
@@ -62,7 +69,8 @@ def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, 
 
     def visit(state: Tree, sums: Tree, theirs: Tree, other: Array) -> tuple[Tree, Tree]:
         pairs = Pairs.of(other, chunk)
-        return pairs.updated(state, find(pairs, theirs, other), pairs.query, merge), sums
+        found = find(pairs, theirs, other)
+        return pairs.updated(state, found, pairs.query, merge), sums
 
     return STRATEGIES[strategy](visit, own, keys, ())[0]
 
@@ -80,5 +88,6 @@ def summed_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, 
         return dq, pairs.updated(sums, dkv, pairs.key, add)
 
     dq, *own_sums = own
-    dq, sums = STRATEGIES[strategy](visit, dq, keys, tuple(map(jnp.zeros_like, own_sums)))
+    zeros = tuple(map(jnp.zeros_like, own_sums))
+    dq, sums = STRATEGIES[strategy](visit, dq, keys, zeros)
     return dq, *add(own_sums, sums)

@@ -90,11 +90,16 @@ def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
     @folded.def_vmap
     def rule(count: int, is_mapped: list[Any], *trees: Any) -> tuple[_Found, _Found]:
         def rows(x: Array, mapped: bool) -> Array:
-            return (x if mapped else jnp.broadcast_to(x, (count, *x.shape))).reshape(-1, *x.shape[2 if mapped else 1 :])
+            if not mapped:
+                x = jnp.broadcast_to(x, (count, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
 
-        found = folded(*map(functools.partial(jax.tree.map, rows), trees, is_mapped))
-        apart = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found)
-        return apart, jax.tree.map(lambda _: True, found)
+        def apart(x: Array) -> Array:
+            return x.reshape(count, -1, *x.shape[1:])
+
+        folded_trees = [jax.tree.map(rows, tree, mapped) for tree, mapped in zip(trees, is_mapped, strict=True)]
+        found = folded(*folded_trees)
+        return jax.tree.map(apart, found), jax.tree.map(lambda _: True, found)
 
     return folded
 
@@ -237,7 +242,11 @@ def cudnn_attention(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _masked(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, scale: float) -> Array:
     """cuDNN's attention with a mask; its own rule for vmap expects one mask for each head, and fails."""
-    return by_rows(lambda q, k, v, seen: _cudnn(q, k, v, mask=seen, scale=scale))(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
+
+    def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array) -> Array:
+        return _cudnn(q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, scale=scale)
+
+    return by_rows(attend)(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
 
 
 def _masked_backward(scale: float, inputs: tuple[Array, ...], g_BTNH: Array) -> tuple[Array | None, ...]:
@@ -245,7 +254,9 @@ def _masked_backward(scale: float, inputs: tuple[Array, ...], g_BTNH: Array) -> 
 
     def gradients(*rows: Array) -> tuple[Array, ...]:
         *heads, seen_B1TS, g_BTNH = rows
-        return jax.vjp(functools.partial(_cudnn, mask=seen_B1TS, scale=scale), *heads)[1](g_BTNH)
+        attend = functools.partial(_cudnn, mask=seen_B1TS, scale=scale)
+        _, pull_back = jax.vjp(attend, *heads)
+        return pull_back(g_BTNH)
 
     return (*by_rows(gradients)(*inputs, g_BTNH), None)
 

@@ -56,9 +56,12 @@ def in_eight_bits(x: Array, largest: Array, dtype: DTypeLike) -> Scaled:
       largest: magnitude, of size 1 along the dims that share a scale.
     """
     is_int = dtype == jnp.int8
-    scale = jnp.maximum(largest, _LEAST) / (127.0 if is_int else float(jnp.finfo(dtype).max))
+    most = 127.0 if is_int else float(jnp.finfo(dtype).max)
+    scale = jnp.maximum(largest, _LEAST) / most
     numbers = x.astype(jnp.float32) / scale
-    return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
+    if is_int:
+        numbers = jnp.round(numbers)
+    return Scaled(numbers.astype(dtype), scale)
 
 
 Matmul = Callable[[Array, Array], Array]
@@ -131,12 +134,16 @@ class EightBits(NamedTuple):
             sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
             return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
 
+        def add_row(sums: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
+            return sums + of_row(*row), None
+
         sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
         if len(x_rnmcti) > 1:
             rest = (x_rnmcti[1:], g_rnmcto[1:])
-            sums_nmcio, _ = jax.lax.scan(lambda sums, row: (sums + of_row(*row), None), sums_nmcio, rest)
+            sums_nmcio, _ = jax.lax.scan(add_row, sums_nmcio, rest)
         dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
-        sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
+        sums_cnmio = sums_nmcio.swapaxes(0, 2).swapaxes(0, 1)
+        sums_nio = _added_up(sums_cnmio, dtype, num_dims=2)
         # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into
         # an all-reduce, with twice the bytes.
         parts = list(constrain(sums_nio, (None, *axes)))
@@ -147,7 +154,8 @@ class EightBits(NamedTuple):
     def whole_weight(self, weight_Eio: Array, axes: tuple[str, ...]) -> Scaled:
         """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
         in_axis, out_axis = axes[1:]
-        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.dtype)
+        largest_E1o = largest(largest_magnitude(weight_Eio, (1,)), in_axis)
+        scaled = in_eight_bits(weight_Eio, largest_E1o, self.dtype)
         dim = axes.index("expert_embed")
         numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
         scale = gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale
@@ -214,8 +222,10 @@ def _rows_first(x_BTi: Array, tokens: TokenAxes, axis: str | None) -> Array:
     """[rows of a device, devices along each of `tokens`, tokens of a device, i]."""
     B, T, width = x_BTi.shape
     n, m, c = (1 if name is None else num_shards(name) for name in tokens)
+    first, second, length = tokens
     x_nmrcti = x_BTi.reshape(n, m, B // (n * m), c, T // c, width)
-    return jnp.moveaxis(constrain(x_nmrcti, (*tokens[:2], None, tokens[2], None, axis)), 2, 0)
+    x_nmrcti = constrain(x_nmrcti, (first, second, None, length, None, axis))
+    return jnp.moveaxis(x_nmrcti, 2, 0)
 
 
 def _largest_of_rows(x_Ui: Array, axis: str | None) -> Array:

@@ -26,7 +26,11 @@ _LANES = 128
 
 def _tile(size: int, limit: int) -> int:
     """The multiple of 128 up to `limit` that pads a dim of this size least; of several, the largest."""
-    return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
+
+    def padded(tile: int) -> tuple[int, int]:
+        return -(-size // tile) * tile, -tile
+
+    return min(range(_LANES, limit + 1, _LANES), key=padded)
 
 
 def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> GroupedKernel:
@@ -92,7 +96,8 @@ def on_hopper(layout: Layout = "io", dtype: DTypeLike = jnp.float32) -> GroupedK
 
     def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., Array]) -> Callable[..., Array]:
         def function(left: Array, right: Array, size_E: Array) -> Array:
-            if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
+            sizes = (left.shape[1], *right.shape[1:])
+            if any(size % 64 for size in sizes):
                 return instead(left, right, size_E)
             tiles = _HOPPER_TILES
             mended = contextlib.nullcontext()

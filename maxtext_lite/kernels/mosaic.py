@@ -69,8 +69,9 @@ def mosaic_attention(
             kernel: FusedKernel = Mosaic(*options)
             return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, first_BS), sink_N, kernel)
         chunk = q_BTNH.shape[1] // CHUNKS_PER_SHARD
-        own_BT = jnp.concatenate([part(first_BS, number * chunk, chunk, 1) for number in chunks_of(own_shard())], 1)
-        return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, own_BT), sink_N, Sharded(*options, strategy))
+        own = [part(first_BS, number * chunk, chunk, 1) for number in chunks_of(own_shard())]
+        inputs = Inputs(q_BTNH, k_BSKH, v_BSKW, jnp.concatenate(own, axis=1))
+        return fused_attention(inputs, sink_N, Sharded(*options, strategy))
 
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), _HEADS)
     return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
@@ -129,7 +130,8 @@ class Mosaic:
         # Maximum and denominator of the softmax: any two whose product is right.
         maximum_BNT = _filled(log_partition_BNT, axis=2, value=_HIDDEN)
         results = (maximum_BNT, jnp.ones_like(maximum_BNT)), _filled(context_BTNW), _filled(g_BTNW)
-        backward = with_blocks(op.vjp, op.vjp.bind(*results, *heads, **bound), _better(_TUNED_BACKWARD, heads))
+        better = _better(_TUNED_BACKWARD, heads)
+        backward = with_blocks(op.vjp, op.vjp.bind(*results, *heads, **bound), better)
         with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic_backward"):
             gradients = backward(*results, *heads, **bound)
         return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
@@ -140,7 +142,9 @@ class Mosaic:
         T = first_key_BT.shape[1]
         # Padding queries see the padding keys; if not all keys are seen anyway, none of these is.
         first_B1T = _filled(first_key_BT, value=T if self.causal else 0)[:, None]
-        end = {} if self.causal or not -T % _BLOCK else {"k_end": jnp.full_like(first_B1T, T)}
+        end: dict[str, Array] = {}
+        if not self.causal and T % _BLOCK:
+            end["k_end"] = jnp.full_like(first_B1T, T)
         seen = mask(k_start=first_B1T, is_causal=self.causal, **end)
         return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
 
@@ -148,7 +152,9 @@ class Mosaic:
 def _better(tuned: dict[int, dict[str, int]], heads: list[Array]) -> dict[str, int]:
     """The measured block sizes for these queries, keys and values; {} if there are none."""
     width = heads[0].shape[-1]
-    return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
+    if heads[2].shape[-1] != width:
+        return {}
+    return tuned.get(width, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +178,10 @@ class Sharded:
 
         def find(pairs: Pairs, theirs: Tree, other: Array) -> tuple[Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
-            context_BTNW, log_partition_BNT = Mosaic(self.scale, self.soft_cap, causal=False).forward(of_pairs)
+            context_BTNW, log_partition_BNT = self._kernel(causal=False).forward(of_pairs)
             return as_state(context_BTNW, jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN))
 
-        own = as_state(*Mosaic(self.scale, self.soft_cap).forward(self._own_places(inputs)))
+        own = as_state(*self._kernel().forward(self._own_places(inputs)))
         chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
         context_BN1TW, log_partition_BN1T1 = merged_over_shards(self.strategy, chunk, tuple(keys), own, find)
         return ungrouped(context_BN1TW).astype(q_BTNH.dtype), log_partition_BN1T1[:, :, 0, :, 0]
@@ -188,30 +194,32 @@ class Sharded:
 
         def find(pairs: Pairs, theirs: Tree, other: Array) -> tuple[Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
-            context, g = (pairs.queries(x, axis=1) for x in (context_BTNW, g_BTNW))
-            log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
-            return tuple(
-                map(
-                    _by_heads,
-                    Mosaic(self.scale, self.soft_cap, causal=False).backward(of_pairs, context, log_partition, g),
-                )
-            )
+            context = pairs.queries(context_BTNW, axis=1)
+            g = pairs.queries(g_BTNW, axis=1)
+            log_partition = pairs.queries(log_partition_BNT, axis=2)
+            log_partition = jnp.where(is_seen_BT[:, None], log_partition, _HIDDEN)
+            gradients = self._kernel(causal=False).backward(of_pairs, context, log_partition, g)
+            return tuple(map(_by_heads, gradients))
 
-        gradients = Mosaic(self.scale, self.soft_cap).backward(
-            self._own_places(inputs), context_BTNW, log_partition_BNT, g_BTNW
-        )
+        places = self._own_places(inputs)
+        gradients = self._kernel().backward(places, context_BTNW, log_partition_BNT, g_BTNW)
         own = tuple(map(_by_heads, gradients))
         chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
         found = summed_over_shards(self.strategy, chunk, tuple(keys), own, find)
         dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in found)
         return dq, dk, dv
 
+    def _kernel(self, *, causal: bool = True) -> Mosaic:
+        return Mosaic(self.scale, self.soft_cap, causal)
+
     @staticmethod
     def _own_places(inputs: Inputs) -> Inputs:
         """The inputs with the first of the shard's own keys that each query sees. A later place is a later token."""
         chunk = inputs.mask_BT.shape[1] // CHUNKS_PER_SHARD
-        early, late = (jnp.clip(inputs.mask_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
-        return inputs._replace(mask_BT=early + late)
+        early, late = chunks_of(own_shard())
+        first_early = jnp.clip(inputs.mask_BT - early * chunk, 0, chunk)
+        first_late = jnp.clip(inputs.mask_BT - late * chunk, 0, chunk)
+        return inputs._replace(mask_BT=first_early + first_late)
 
     @staticmethod
     def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: Array) -> tuple[Inputs, Array]:

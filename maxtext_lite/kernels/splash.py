@@ -120,7 +120,8 @@ def _within(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.nda
 
     Queries and keys each follow each other.
     """
-    assert all(tokens[-1] - tokens[0] == len(tokens) - 1 for tokens in (queries, keys))
+    for tokens in (queries, keys):
+        assert tokens[-1] - tokens[0] == len(tokens) - 1
     nearest = queries[0] - keys[-1]
     farthest = queries[-1] - keys[0]
     some = farthest >= 0
@@ -248,9 +249,16 @@ class _Options:
             **more,
         )
 
+    def kernel_for(self, rows: tuple[Array, ...], mask: Mask, **more: Any) -> Any:
+        """The kernel for these queries [B, N, T, H], keys and values, whose mask describes consecutive tokens."""
+        q_BNTH, k_BKSH, v_BKSW = rows[:3]
+        head_dim = max(k_BKSH.shape[-1], v_BKSW.shape[-1])
+        return self.kernel(mask, q_BNTH.shape[1], head_dim, span=mask.shape[0], **more)
+
     def scaled(self, q_BTNH: Array) -> Array:
         """Queries [B, N, T, H] times the scale, which the kernel does not have."""
-        return (q_BTNH * self.scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
+        scale = self.scoring.scale_of(q_BTNH.shape[-1])
+        return (q_BTNH * scale).swapaxes(1, 2)
 
 
 def _gathered(
@@ -265,7 +273,9 @@ def _gathered(
     T, N = q_BTNH.shape[1:3]
     shards = context_shards()
     window = options.scoring.window
-    mask = CausalMask((T, T), shards) if window is None else LocalMask((T, T), window, shards)
+    mask: Mask = CausalMask((T, T), shards)
+    if window is not None:
+        mask = LocalMask((T, T), window, shards)
     span = T if shards == 1 else T // (CHUNKS_PER_SHARD * shards)
     num_heads = N // num_shards("activation_heads")
     head_dim = max(q_BTNH.shape[-1], v_BSKW.shape[-1])
@@ -291,7 +301,9 @@ def _gathered(
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
             return kernel(*heads, segment_ids=segments, sinks=own_sink_N)
 
-        return jax.vmap(one_row)(options.scaled(q_BTNH), k_BKSH, v_BKSW, segment_BT, segment_BS).swapaxes(1, 2)
+        q_BNTH = options.scaled(q_BTNH)
+        context_BNTW = jax.vmap(one_row)(q_BNTH, k_BKSH, v_BKSW, segment_BT, segment_BS)
+        return context_BNTW.swapaxes(1, 2)
 
     mesh = jax.sharding.get_abstract_mesh()
     where = None if mesh.empty else kernel.manual_sharding_spec(sharding(mesh, (None, "length")))
@@ -299,14 +311,9 @@ def _gathered(
     return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
-def _head_dim(rows: tuple[Array, ...]) -> int:
-    """The width of the wider of keys and values."""
-    return max(rows[1].shape[-1], rows[2].shape[-1])
-
-
 def _attend(options: _Options, mask: Mask, *rows: Array) -> tuple[Array, Array]:
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
-    kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
+    kernel = options.kernel_for(rows, mask, save_residuals=True)
 
     def one_row(*row: Array) -> Any:
         *heads, segment_T, segment_S = row
@@ -325,7 +332,7 @@ def _attend_backward(options: _Options, mask: Mask, *rows: Array) -> tuple[Array
     Returns:
       dq [B, N, 1, T, H], dk [B, K, 1, S, H] and dv [B, K, 1, S, W].
     """
-    kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
+    kernel = options.kernel_for(rows, mask)
 
     def one_row(*row: Array) -> Any:
         q_NTH, k_KSH, v_KSW, segment_T, segment_S, context_NTW, partition_NT, g = row
@@ -336,7 +343,8 @@ def _attend_backward(options: _Options, mask: Mask, *rows: Array) -> tuple[Array
         backward: Any = splash_attention_kernel._splash_attention_bwd  # pyright: ignore[reportPrivateUsage]
         return backward(**kernel.kwargs, res=kept, do=g)[3:6]
 
-    return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
+    gradients = jax.vmap(one_row)(*rows)
+    return tuple(x.astype(jnp.float32)[:, :, None] for x in gradients)
 
 
 def _shard_forward(
@@ -355,12 +363,13 @@ def _shard_forward(
     full = FullMask((chunk, chunk))
 
     def find(pairs: Pairs, theirs: Tree, _: Array) -> tuple[Array, ...]:
-        k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
-        return _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
+        return _attend(options, full, *_rows_of(pairs, q_BNTH, segment_BT, theirs))
 
     # A later place on a shard is a later token.
-    state = _attend(options, CausalMask((T, T)), q_BNTH, *own[:2], segment_BT, segment_BT)
-    context_BKGTW, log_partition_BKGT1 = with_sink(merged_over_shards("ring", chunk, own, state, find), sink_N)
+    causal = CausalMask((T, T))
+    state = _attend(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT)
+    state = merged_over_shards("ring", chunk, own, state, find)
+    context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
     return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
 
 
@@ -368,22 +377,32 @@ def _shard_backward(options: _Options, *arguments: Array) -> tuple[Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
     T = q_BTNH.shape[1]
-    dtype = q_BTNH.dtype
     chunk = T // CHUNKS_PER_SHARD
+    dtype = q_BTNH.dtype
     q_BNTH = options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
-    of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
+    context_BNTW = context_BTNW.swapaxes(1, 2)
+    log_partition_BNT = log_partition_BKGT1[:, :, 0, :, 0]
+    of_queries = (context_BNTW, log_partition_BNT, g_BTNW.swapaxes(1, 2))
     full = FullMask((chunk, chunk))
 
     def find(pairs: Pairs, theirs: Tree, _: Array) -> tuple[Array, ...]:
-        k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
-        q = pairs.queries(q_BNTH, 2)
-        segment_T = pairs.queries(segment_BT, 1)
-        return _attend_backward(
-            options, full, q, k, v, segment_T, segment_S, *(pairs.queries(x, axis=2) for x in of_queries)
-        )
+        rows = _rows_of(pairs, q_BNTH, segment_BT, theirs)
+        of_pairs = [pairs.queries(x, axis=2) for x in of_queries]
+        return _attend_backward(options, full, *rows, *of_pairs)
 
     causal = CausalMask((T, T))
     gradients = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
-    dq_BTNH, *dkv = map(ungrouped, summed_over_shards("ring", chunk, own, gradients, find))
-    return (dq_BTNH * options.scoring.scale_of(q_BTNH.shape[3])).astype(dtype), *(x.astype(dtype) for x in dkv)
+    gradients = summed_over_shards("ring", chunk, own, gradients, find)
+    dq_BTNH, dk_BSKH, dv_BSKW = map(ungrouped, gradients)
+    dq_BTNH = dq_BTNH * options.scoring.scale_of(q_BTNH.shape[3])
+    return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKW.astype(dtype)
+
+
+def _rows_of(pairs: Pairs, q_BNTH: Array, segment_BT: Array, theirs: Tree) -> tuple[Array, ...]:
+    """The queries, keys, values and documents of both pairs; `theirs` is another shard's."""
+    k_BKSH, v_BKSW, segment_BS = theirs
+    q = pairs.queries(q_BNTH, axis=2)
+    k = pairs.keys(k_BKSH, axis=2)
+    v = pairs.keys(v_BKSW, axis=2)
+    return q, k, v, pairs.queries(segment_BT, axis=1), pairs.keys(segment_BS, axis=1)
