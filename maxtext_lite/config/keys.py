@@ -79,6 +79,16 @@ def layer_kinds() -> tuple[str, ...]:
     return (*ATTENTION_KINDS, *names("layer"))
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated list."""
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def kinds_in(pattern: str) -> tuple[str, ...]:
+    """The kinds of a comma-separated pattern."""
+    return tuple(kind.strip() for kind in pattern.split(","))
+
+
 def mixer_of(kind: str) -> str:
     """What layers of a kind have in attention's place: attention, or the kind itself, a layer of another package."""
     return "attention" if kind in ATTENTION_KINDS else kind
@@ -362,69 +372,70 @@ def _traced_steps(value: object) -> object:
     return value
 
 
-def _some_of(find_known: Callable[[], Sequence[str]]) -> BeforeValidator:
-    """Comma-separated names, from a list or from such text."""
-
-    def check(value: object) -> str:
-        if isinstance(value, str):  # on the command line, a list for a key of text arrives as text
-            inside = value.strip().removeprefix("[").removesuffix("]")
-            value = list(listed(inside))
-        if not isinstance(value, list):
-            raise WrongType("is not a list of names.")
-        given = cast("list[object]", value)
-        known = find_known()
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                rule = f"is none of {', '.join(known)}" if known else "no installed package has"
-                raise WrongType(f"has {value_text(name, 40)}, which {rule}.", near)
-        if len(set(given)) < len(given):
-            raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, given)))])
-        return ",".join(map(str, given))
-
-    return BeforeValidator(check)
-
-
-StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
-"""A number of steps, or a range of the run's steps such as 100-104."""
-TrackerNames = Annotated[str, _some_of(lambda: TRACKERS)]
-"""Some of `TRACKERS`, comma-separated; may be given as a list."""
-HookNames = Annotated[str, _some_of(lambda: added_names("hook"))]
-"""Some of the hooks that other packages add, comma-separated; may be given as a list."""
-
-
-def _names(find_known: Callable[[], Sequence[str]], alike: Callable[[str], str]) -> BeforeValidator:
+def _names(
+    find_known: Callable[[], Sequence[str]],
+    alike: Callable[[str], Sequence[str]],
+    split: Callable[[str], Sequence[str]] = listed,
+) -> BeforeValidator:
     """Comma-separated names, each from a list.
 
     Args:
-      alike: the name to take instead of an unknown one.
+      alike: what to name instead of an unknown name.
     """
 
     def check(value: object) -> object:
         if not isinstance(value, str):
             raise WrongType("is not text.")
         known = find_known()
-        unknown = [name for name in listed(value) if name not in known]
-        if unknown:
-            legal = [name if name in known else alike(name) for name in listed(value)]
-            rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(known)}"
-            raise WrongType(f"{rule}.", [",".join(legal)])
-        return value
+        unknown = [name for name in split(value) if name not in known]
+        if not unknown:
+            return value
+        legal: list[str] = []
+        for name in split(value):
+            legal += [name] if name in known else alike(name)
+        rule = f"is none of {', '.join(known)}" if known else "no installed package has"
+        raise WrongType(f"names '{value_text(unknown[0], 40)}', which {rule}.", [",".join(legal)] if legal else [])
 
     return BeforeValidator(check)
 
 
-def _alike_layer(kind: str) -> str:
-    return (difflib.get_close_matches(kind, names("layer"), n=1) or ["global"])[0]
+def _joined(value: object) -> object:
+    """The text of a list of names; on the command line, a list for a key of text arrives as text in brackets."""
+    if isinstance(value, str):
+        value = [*listed(value.strip().removeprefix("[").removesuffix("]"))]
+    if not isinstance(value, list):
+        raise WrongType("is not a list of names.")
+    names = [str(name) for name in cast("list[object]", value)]
+    if len(set(names)) < len(names):
+        raise WrongType("names one twice.", [",".join(dict.fromkeys(names))])
+    return ",".join(names)
 
 
-def _alike_tensor(name: str) -> str:
-    return difflib.get_close_matches(name, REMAT_TENSORS, n=1, cutoff=0)[0]
+def _alike_tracker(name: str) -> Sequence[str]:
+    return difflib.get_close_matches(name, TRACKERS, n=1)
 
 
-LayerPattern = Annotated[Name, _names(layer_kinds, _alike_layer)]
+def _alike_hook(name: str) -> Sequence[str]:
+    return difflib.get_close_matches(name, added_names("hook"), n=1)
+
+
+def _alike_layer(kind: str) -> Sequence[str]:
+    return difflib.get_close_matches(kind, names("layer"), n=1) or ["global"]
+
+
+def _alike_tensor(name: str) -> Sequence[str]:
+    return difflib.get_close_matches(name, REMAT_TENSORS, n=1, cutoff=0)
+
+
+StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
+"""A number of steps, or a range of the run's steps such as 100-104."""
+TrackerNames = Annotated[str, _names(lambda: TRACKERS, _alike_tracker), BeforeValidator(_joined)]
+"""Some of `TRACKERS`, comma-separated; may be given as a list."""
+HookNames = Annotated[str, _names(lambda: added_names("hook"), _alike_hook), BeforeValidator(_joined)]
+"""Some of the hooks that other packages add, comma-separated; may be given as a list."""
+LayerPattern = Annotated[Name, _names(layer_kinds, _alike_layer, kinds_in)]
 """Kinds of layers, comma-separated."""
-MlpPattern = Annotated[Name, _names(lambda: get_args(MlpKind), lambda _: "moe")]
+MlpPattern = Annotated[Name, _names(lambda: get_args(MlpKind), lambda _: ["moe"], kinds_in)]
 """Kinds of mlps, comma-separated."""
 TensorNames = Annotated[Text, _names(lambda: REMAT_TENSORS, _alike_tensor)]
 """Some of `REMAT_TENSORS`, comma-separated; "" included."""
@@ -733,7 +744,7 @@ class ModelConfig(Section):
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
         """Which of the first layers have experts; the layers after them repeat the pattern."""
-        return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
+        return cast("tuple[MlpKind, ...]", kinds_in(self.mlp_pattern))
 
     @property
     def num_stacked_layers(self) -> int:
@@ -743,7 +754,7 @@ class ModelConfig(Section):
     @property
     def pattern(self) -> tuple[str, ...]:
         """The kinds of the first layers; the layers after them repeat the pattern."""
-        return tuple(kind.strip() for kind in self.layer_pattern.split(","))
+        return kinds_in(self.layer_pattern)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -883,11 +894,6 @@ def remat_of(config: NumericsConfig) -> Remat | None:
             return Remat(listed(config.remat_save), listed(config.remat_offload))
         case policy:
             return REMAT_POLICIES[policy]
-
-
-def listed(text: str) -> tuple[str, ...]:
-    """The names in a comma-separated list."""
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
 SECTIONS: tuple[tuple[str, type[Section]], ...] = (
