@@ -64,9 +64,9 @@ from maxtext_lite.config.types import (
     StepsOrPartOfEpoch,
     StepsOrPartOfEpochOrMinusOne,
     StepsOrPartOfRun,
-    Text,
     data_path_text,
     make,
+    stated_text,
 )
 
 ATTENTION_KINDS = ("global", "local", "nope", "local_nope", "chunked")
@@ -375,7 +375,7 @@ def _traced_steps(value: object) -> object:
 def _names(
     find_known: Callable[[], Sequence[str]],
     alike: Callable[[str], Sequence[str]],
-    split: Callable[[str], Sequence[str]] = listed,
+    split: Callable[[object], Sequence[str]],
 ) -> BeforeValidator:
     """Comma-separated names, each from a list.
 
@@ -384,14 +384,13 @@ def _names(
     """
 
     def check(value: object) -> object:
-        if not isinstance(value, str):
-            raise WrongType("is not text.")
+        names = split(value)
         known = find_known()
-        unknown = [name for name in split(value) if name not in known]
+        unknown = [name for name in names if name not in known]
         if not unknown:
-            return value
+            return ",".join(names)
         legal: list[str] = []
-        for name in split(value):
+        for name in names:
             legal += [name] if name in known else alike(name)
         rule = f"is none of {', '.join(known)}" if known else "no installed package has"
         raise WrongType(f"names '{value_text(unknown[0], 40)}', which {rule}.", [",".join(legal)] if legal else [])
@@ -399,8 +398,16 @@ def _names(
     return BeforeValidator(check)
 
 
-def _joined(value: object) -> object:
-    """The text of a list of names; on the command line, a list for a key of text arrives as text in brackets."""
+def _kinds(value: object) -> Sequence[str]:
+    return kinds_in(stated_text(value))
+
+
+def _tensors(value: object) -> Sequence[str]:
+    return listed(stated_text(value))
+
+
+def _different(value: object) -> Sequence[str]:
+    """The names of a list without repetition; on the command line, a list for a key of text arrives as its text."""
     if isinstance(value, str):
         value = [*listed(value.strip().removeprefix("[").removesuffix("]"))]
     if not isinstance(value, list):
@@ -408,7 +415,7 @@ def _joined(value: object) -> object:
     names = [str(name) for name in cast("list[object]", value)]
     if len(set(names)) < len(names):
         raise WrongType("names one twice.", [",".join(dict.fromkeys(names))])
-    return ",".join(names)
+    return names
 
 
 def _alike_tracker(name: str) -> Sequence[str]:
@@ -429,15 +436,15 @@ def _alike_tensor(name: str) -> Sequence[str]:
 
 StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
 """A number of steps, or a range of the run's steps such as 100-104."""
-TrackerNames = Annotated[str, _names(lambda: TRACKERS, _alike_tracker), BeforeValidator(_joined)]
+TrackerNames = Annotated[str, _names(lambda: TRACKERS, _alike_tracker, _different)]
 """Some of `TRACKERS`, comma-separated; may be given as a list."""
-HookNames = Annotated[str, _names(lambda: added_names("hook"), _alike_hook), BeforeValidator(_joined)]
+HookNames = Annotated[str, _names(lambda: added_names("hook"), _alike_hook, _different)]
 """Some of the hooks that other packages add, comma-separated; may be given as a list."""
-LayerPattern = Annotated[Name, _names(layer_kinds, _alike_layer, kinds_in)]
+LayerPattern = Annotated[str, _names(layer_kinds, _alike_layer, _kinds)]
 """Kinds of layers, comma-separated."""
-MlpPattern = Annotated[Name, _names(lambda: get_args(MlpKind), lambda _: ["moe"], kinds_in)]
+MlpPattern = Annotated[str, _names(lambda: get_args(MlpKind), lambda _: ["moe"], _kinds)]
 """Kinds of mlps, comma-separated."""
-TensorNames = Annotated[Text, _names(lambda: REMAT_TENSORS, _alike_tensor)]
+TensorNames = Annotated[str, _names(lambda: REMAT_TENSORS, _alike_tensor, _tensors)]
 """Some of `REMAT_TENSORS`, comma-separated; "" included."""
 
 

@@ -227,7 +227,13 @@ _DATA_SCHEMES = ("gs", "s3")
 data_path_text = _path(empty_allowed=True, schemes=_DATA_SCHEMES)
 """Returns a path of data unchanged, "" included; raises WrongType for anything else."""
 
-Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
+
+def stated_text(value: object) -> str:
+    """Returns printable text unchanged, "" included; raises WrongType for anything else."""
+    return str(_text(empty_allowed=True)(value))
+
+
+Text = Annotated[str, BeforeValidator(stated_text)]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
