@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 
 from maxtext_lite.parallel import Tree
@@ -12,11 +13,11 @@ from maxtext_lite.parallel import Tree
 Device: TypeAlias = Any
 """A jax device, or the description of an unattached one."""
 
-Rows: TypeAlias = dict[str, jax.Array]
+Rows: TypeAlias = dict[str, Array]
 """The arrays of a batch by field: tokens, targets, segments, positions (int32), weights (float32), and further fields
 of the objective; [A, B, T] for a step, [B, T] for a micro-batch or an evaluation."""
 
-Metrics: TypeAlias = dict[str, jax.Array]
+Metrics: TypeAlias = dict[str, Array]
 """Replicated scalars by name."""
 
 Record: TypeAlias = dict[str, Any]

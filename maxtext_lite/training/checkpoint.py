@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax import Array
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
@@ -471,7 +472,7 @@ def _contradiction(key: str, here: object, saved: object, where: str) -> str:
     return f"{key}={setting_text(here)} contradicts {where}, which has {use}. Use {use}, or another run_name."
 
 
-def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
+def _joined(params: Params, parts: dict[str, Tree], step: Array, skipped_in_a_row: Array) -> TrainState:
     """The state with these `model_params`, `update_state` and numbers of steps."""
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxtext_lite.config import NumericsConfig, UserError
 from maxtext_lite.parallel import Tree, in_token_order
@@ -36,15 +37,15 @@ class CustomLoss(OneRowExamples):
     divisor = WEIGHT
     own_sums = ()
 
-    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens, and the weight of each row."""
         axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
         return {"target_tokens": target_tokens(rows), WEIGHT: self._row_weights(_in_token_order(rows, axes))}
 
-    def _row_weights(self, rows: Rows) -> jax.Array:
+    def _row_weights(self, rows: Rows) -> Array:
         """The weight of each row, [..., B]. Zeros stand for the model's outputs, on which it must not depend."""
 
-        def weight_of_row(row: Rows) -> jax.Array:
+        def weight_of_row(row: Rows) -> Array:
             shape = 1, row["tokens"].shape[0]
             zeros = Predictions(
                 lambda: jnp.zeros(shape),
@@ -58,7 +59,7 @@ class CustomLoss(OneRowExamples):
             weight_of_row = jax.vmap(weight_of_row)
         return weight_of_row(rows)
 
-    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
         """The loss with the experts' auxiliary losses, in which a row has its own weight."""
         total, _ = self._sum_and_weight(outputs, rows)
         loss = factor * total
@@ -66,8 +67,8 @@ class CustomLoss(OneRowExamples):
         auxiliary, auxiliary_sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
         return loss + auxiliary, LossSums(loss, jnp.zeros_like(loss), auxiliary_sums)
 
-    def _sum_and_weight(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        def ordered(x: jax.Array) -> jax.Array:
+    def _sum_and_weight(self, outputs: Outputs, rows: Rows) -> tuple[Array, Array]:
+        def ordered(x: Array) -> Array:
             return in_token_order(x, _MICRO_BATCH_AXES + (None,) * (x.ndim - 2), dim=1)
 
         predictions = Predictions(
@@ -78,11 +79,11 @@ class CustomLoss(OneRowExamples):
         total, weight = self.function(predictions, _in_token_order(rows, _MICRO_BATCH_AXES))
         return total.astype(jnp.float32), weight.astype(jnp.float32)
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+    def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
         """`loss_weight` and, with experts, AUXILIARY_METRICS."""
         return {WEIGHT: count, **auxiliary_metrics(aux, config)}
 
-    def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, ...]:
+    def scores(self, outputs: Outputs, rows: Rows) -> tuple[Array, ...]:
         """The sum, the weight and the target tokens of all rows, each [1]."""
         total, weight = self._sum_and_weight(outputs, rows)
         return total[None], weight[None], jnp.sum(target_tokens(rows))[None]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.models import EXPERT_COUNTS, empty_aux
 from maxtext_lite.parallel import (
@@ -45,18 +46,18 @@ class StepGradients(NamedTuple):
 
     gradients: Params
     losses: LossSums
-    expert_counts: jax.Array | None
-    counts: dict[str, jax.Array]
-    group_squares: jax.Array
-    groups: jax.Array
+    expert_counts: Array | None
+    counts: dict[str, Array]
+    group_squares: Array
+    groups: Array
 
 
 def step_gradients(
     parts: StepContext,
     params: Params,
     batch: Rows,
-    num_micro_batches: jax.Array | int | None = None,
-    loss_scale: jax.Array | None = None,
+    num_micro_batches: Array | int | None = None,
+    loss_scale: Array | None = None,
     frozen: Params | None = None,
 ) -> StepGradients:
     """The gradients of a step on a whole batch [A, B, T].
@@ -119,7 +120,7 @@ def rows_of_batch(parts: StepContext, batch: Rows) -> Rows:
     return in_context_order(parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
 
 
-def count_rows(parts: StepContext, rows: Rows) -> dict[str, jax.Array]:
+def count_rows(parts: StepContext, rows: Rows) -> dict[str, Array]:
     """The counts of rows [A, B, T] by replica, as in `StepGradients`."""
     objective = parts.objective
     counts_AB = objective.counts(rows)
@@ -135,10 +136,10 @@ def accumulate_micro_batches(
     params: Params,
     frozen: Params | None,
     rows: Rows,
-    divisor_R: jax.Array,
+    divisor_R: Array,
     *,
-    loss_scale: jax.Array | None,
-    num_micro_batches: jax.Array | int | None = None,
+    loss_scale: Array | None,
+    num_micro_batches: Array | int | None = None,
     has_groups: bool = True,
 ) -> StepGradients:
     """Adds the gradients of the first `num_micro_batches` (None: all) of the rows [A, B, T] to `sums`.
@@ -165,7 +166,7 @@ def accumulate_micro_batches(
 
         return run_1f1b(parts, params, frozen, factor_R, rows, num_micro_batches, sums, add)
 
-    def loss(params: Params, frozen: Params | None, factor: jax.Array, rows: Rows) -> tuple[jax.Array, MicroBatchSums]:
+    def loss(params: Params, frozen: Params | None, factor: Array, rows: Rows) -> tuple[Array, MicroBatchSums]:
         outputs = forward(decoder, decoder.joined(params, frozen), rows, parts.config)
         loss, sums = parts.objective.loss(outputs, rows, factor)
         return loss, (sums, outputs.expert_counts)
@@ -173,7 +174,7 @@ def accumulate_micro_batches(
     own = (0, 2) if parts.local else (2,)
     differentiate = vmap_over_data(jax.value_and_grad(loss, has_aux=True), parts.num_replicas, own=own, rows=(3,))
 
-    def micro_step(index: jax.Array, sums: StepGradients) -> StepGradients:
+    def micro_step(index: Array, sums: StepGradients) -> StepGradients:
         micro_batch = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in rows.items()}
         # Tied to the loop's rows, sharded weights are gathered where they are used; as loop constants, whole
         # embeddings would be gathered before the loop and kept until its end.
@@ -189,7 +190,7 @@ def accumulate_micro_batches(
 
 
 def sum_over_replicas(
-    parts: StepContext, sums: StepGradients, divisor_R: jax.Array, loss_scale: jax.Array | None
+    parts: StepContext, sums: StepGradients, divisor_R: Array, loss_scale: Array | None
 ) -> StepGradients:
     """The step's gradients, summed over the replicas unless they train apart, and without the loss scale."""
     if parts.is_interleaved and parts.num_replicas > 1 and not parts.local:
@@ -206,14 +207,14 @@ def sum_over_replicas(
     if loss_scale is None:
         return step
 
-    def unscale(x: jax.Array) -> jax.Array:
+    def unscale(x: Array) -> Array:
         return x / jnp.expand_dims(loss_scale, tuple(range(loss_scale.ndim, x.ndim)))
 
     gradients, losses = jax.tree.map(unscale, (step.gradients, step.losses))
     return step._replace(gradients=gradients, losses=losses, group_squares=unscale(unscale(step.group_squares)))
 
 
-def correct_expected(step: StepGradients, expected: jax.Array, counted: jax.Array) -> StepGradients:
+def correct_expected(step: StepGradients, expected: Array, counted: Array) -> StepGradients:
     """The gradients divided by what the step counted, in place of the expected count.
 
     If the two are equal, nothing changes, to the bit.
@@ -223,7 +224,7 @@ def correct_expected(step: StepGradients, expected: jax.Array, counted: jax.Arra
     return step._replace(gradients=gradients, losses=losses, group_squares=step.group_squares * ratio)
 
 
-def _add_group(sums: StepGradients, gradients: Params, counted_R: jax.Array, divisor_R: jax.Array) -> StepGradients:
+def _add_group(sums: StepGradients, gradients: Params, counted_R: Array, divisor_R: Array) -> StepGradients:
     """The sums with one more group in each replica."""
     share_R = counted_R / divisor_R
     squares_R = sum(
@@ -234,7 +235,7 @@ def _add_group(sums: StepGradients, gradients: Params, counted_R: jax.Array, div
     return sums._replace(group_squares=sums.group_squares + group_squares_R, groups=sums.groups + is_group_R)
 
 
-def _sum_by_replica(parts: StepContext, x_AB: jax.Array) -> jax.Array:
+def _sum_by_replica(parts: StepContext, x_AB: Array) -> Array:
     """[A, B] -> [R]."""
     return vmap_over_data(lambda x_BA: jnp.sum(x_BA, dtype=x_BA.dtype), parts.num_replicas, rows=(0,))(x_AB.T)
 

@@ -5,6 +5,7 @@ from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
 from maxtext_lite.parallel import Params, constrain, num_shards, vmap_over_data
@@ -14,14 +15,14 @@ from maxtext_lite.training.loss import MicroBatchSums, Outputs, TokenSplit
 from maxtext_lite.training.state import StepContext
 
 Sums = TypeVar("Sums")
-Count: TypeAlias = jax.Array | int
+Count: TypeAlias = Array | int
 
 
 def run_1f1b(
     parts: StepContext,
     params: Params,
     frozen: Params | None,
-    factor_R: jax.Array,
+    factor_R: Array,
     rows: Rows,
     num_micro_batches: Count,
     sums: Sums,
@@ -44,7 +45,7 @@ def run_1f1b(
     own = (0, 2, 3) if parts.local else (2, 3)
     run_tick = vmap_over_data(schedule.tick, parts.num_replicas, own=own, rows=(4, 5, 6))
 
-    def tick(time: jax.Array, carry: tuple[Flight, Sums]) -> tuple[Flight, Sums]:
+    def tick(time: Array, carry: tuple[Flight, Sums]) -> tuple[Flight, Sums]:
         flight, sums = carry
         entering = schedule.piece(time, rows, num_micro_batches)
         leaving = schedule.piece(time - last_stage, rows, num_micro_batches)
@@ -81,7 +82,7 @@ class _Schedule:
 
         return self.pipeline.no_flight(jax.eval_shape(piece), self._num_replicas)
 
-    def piece(self, item: jax.Array, rows: Rows, num_micro_batches: Count) -> Rows:
+    def piece(self, item: Array, rows: Rows, num_micro_batches: Count) -> Rows:
         """The rows of a piece, [B / M, T]; before the first and after the last piece, padding of weight 0."""
         M = self.pipeline.num_microbatches
         num_items = num_micro_batches * M
@@ -89,7 +90,7 @@ class _Schedule:
         item = jnp.clip(item, 0, num_items - 1)
         shards = self._num_replicas * num_shards("batch")
 
-        def take(x_ABT: jax.Array) -> jax.Array:
+        def take(x_ABT: Array) -> Array:
             x_BT = jax.lax.dynamic_index_in_dim(x_ABT, item // M, keepdims=False)
             pieces = x_BT.reshape(shards, M, -1, x_BT.shape[-1])
             return jax.lax.dynamic_index_in_dim(pieces, item % M, axis=1, keepdims=False).reshape(-1, x_BT.shape[-1])
@@ -101,12 +102,12 @@ class _Schedule:
         self,
         params: Params,
         frozen: Params | None,
-        factor: jax.Array,
+        factor: Array,
         flight: Flight,
         entering: Rows,
         leaving: Rows,
         returning: Rows,
-        time: jax.Array,
+        time: Array,
     ) -> tuple[Flight, MicroBatchSums, Params]:
         """One replica's tick: the flight after it, the sums of the losses of `leaving`, and gradients."""
         decoder = self._decoder
@@ -120,13 +121,13 @@ class _Schedule:
         def run(layers: Params, frozen_layers: Params | None, stream: Stream) -> Stream:
             return decoder.layers(decoder.joined(layers, frozen_layers), stream)
 
-        def embed(ends: Params, rows: Rows) -> jax.Array:
+        def embed(ends: Params, rows: Rows) -> Array:
             x_BTD = decoder.embed(whole(ends), self._split(rows["tokens"]), self._split(rows["positions"]))
             x_BTD = constrain(self._merge(x_BTD), axes.x_BTD)
             return decoder.dense_layers(whole(ends), Stream(x_BTD, rows["segments"], rows["positions"], {})).x_BTD
 
-        def leave(stream: Stream) -> tuple[list[jax.Array], tuple[MicroBatchSums, Params]]:
-            def loss(ends: Params, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, MicroBatchSums]:
+        def leave(stream: Stream) -> tuple[list[Array], tuple[MicroBatchSums, Params]]:
+            def loss(ends: Params, x_BTD: Array, aux: dict[str, Array]) -> tuple[Array, MicroBatchSums]:
                 params = whole(ends)
                 x_BTD = decoder.final_norm(params, self._split(x_BTD))
                 tokens = TokenSplit(self._split, self._merge)
@@ -158,17 +159,17 @@ class _Schedule:
         gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
         return flight, found, gradients | {"layers": layer_gradients}
 
-    def _split(self, x: jax.Array) -> jax.Array:
+    def _split(self, x: Array) -> Array:
         """[b, T, ...] as [b P, T / P, ...], split over the stages."""
         b, T = x.shape[:2]
         P = self.pipeline.num_stages
         return constrain(_whole(x).reshape(b * P, T // P, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
 
-    def _merge(self, x: jax.Array) -> jax.Array:
+    def _merge(self, x: Array) -> Array:
         """The inverse of `_split`."""
         return _whole(x.reshape(x.shape[0] // self.pipeline.num_stages, -1, *x.shape[2:]))
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _whole(x: Array) -> Array:
     """Rows with all of their tokens on one shard; there is no direct way from one split to the other."""
     return constrain(x, ("batch",) + (None,) * (x.ndim - 1))

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.batching import vocab_tiles
@@ -39,12 +40,12 @@ class LossSums(NamedTuple):
       aux: the experts' sums by name (see `Outputs.auxiliary_loss`), and an objective's own.
     """
 
-    loss: jax.Array
-    z_loss: jax.Array
-    aux: dict[str, jax.Array]
+    loss: Array
+    z_loss: Array
+    aux: dict[str, Array]
 
 
-MicroBatchSums: TypeAlias = tuple[LossSums, jax.Array | None]
+MicroBatchSums: TypeAlias = tuple[LossSums, Array | None]
 """The sums of losses and the expert counts of the rows of one forward pass."""
 
 
@@ -69,7 +70,7 @@ class Readout:
     z_loss_multiplier: float = 0.0
     multiplier: float = 1.0
 
-    def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+    def logits(self, x_BTD: Array, head: OutputHead) -> Array:
         """Logits [B, T, V] in float32: multiplied, then capped, then divided by the temperature."""
         logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
         if self.multiplier != 1:
@@ -84,14 +85,14 @@ class Readout:
 class _TileLosses(NamedTuple):
     """The nll and log-partition of one tile, its softmax numerators and their sum, and the mask of its targets."""
 
-    nll_BT: jax.Array
-    log_partition_BT: jax.Array
-    exponential_BTV: jax.Array
-    sum_BT: jax.Array
-    is_target_BTV: jax.Array
+    nll_BT: Array
+    log_partition_BT: Array
+    exponential_BTV: Array
+    sum_BT: Array
+    is_target_BTV: Array
 
 
-def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
+def _tile_losses(logits_BTV: Array, target_BT: Array) -> _TileLosses:
     max_BT = jnp.max(logits_BTV, axis=-1)
     exponential_BTV = jnp.exp(logits_BTV - max_BT[..., None])
     sum_BT = jnp.sum(exponential_BTV, axis=-1)
@@ -102,7 +103,7 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
     return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
-def _split_tiles(x: jax.Array, num_tiles: int) -> jax.Array:
+def _split_tiles(x: Array, num_tiles: int) -> Array:
     """[B, T, ...] as [tiles, B, T / tiles, ...], each tile with equally many tokens of every context shard."""
     B, T = x.shape[:2]
     shards = context_shards()
@@ -110,7 +111,7 @@ def _split_tiles(x: jax.Array, num_tiles: int) -> jax.Array:
     return jnp.moveaxis(x, 2, 0).reshape(num_tiles, B, T // num_tiles, *x.shape[4:])
 
 
-def _join_tiles(x: jax.Array) -> jax.Array:
+def _join_tiles(x: Array) -> Array:
     """The inverse of `_split_tiles`."""
     num_tiles, B, T = x.shape[:3]
     x = x.reshape(num_tiles, B, context_shards(), -1, *x.shape[3:])
@@ -118,11 +119,11 @@ def _join_tiles(x: jax.Array) -> jax.Array:
 
 
 def _scan_tiles(
-    function: Callable[[Tree, tuple[jax.Array, ...]], tuple[Tree, Tree]],
+    function: Callable[[Tree, tuple[Array, ...]], tuple[Tree, Tree]],
     carry: Tree,
     how: "Readout",
     head: OutputHead,
-    *arrays: jax.Array,
+    *arrays: Array,
 ) -> tuple[Tree, Tree]:
     """A scan of function(carry, tiles) over tiles of the sequence; results come back in token order.
 
@@ -147,26 +148,26 @@ def _token_shards(num_rows: int) -> tuple[int, int]:
     return math.gcd(num_rows, num_shards("end_batch")), context_shards()
 
 
-def _own_gradient(x_BTD: jax.Array, dlogits_BTV: jax.Array) -> jax.Array:
+def _own_gradient(x_BTD: Array, dlogits_BTV: Array) -> Array:
     """The head's gradient [Z, D, V], float32, from each shard's own tokens."""
     B, T = x_BTD.shape[:2]
     X, Y = _token_shards(len(x_BTD))
 
-    def own(x: jax.Array) -> jax.Array:
+    def own(x: Array) -> Array:
         return constrain(x.reshape(X, B // X, Y, T // Y, -1), ("end_batch", None, "length", None, AS_IT_IS))
 
     sums_XYDV = jnp.einsum("XBYTD,XBYTV->XYDV", own(x_BTD), own(dlogits_BTV), preferred_element_type=jnp.float32)
     return constrain(sums_XYDV.reshape(X * Y, *sums_XYDV.shape[2:]), ("token_shards", None, HEAD_AXES[1]))
 
 
-def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout = Readout()) -> jax.Array:
+def token_losses(x_BTD: Array, head: OutputHead, target_BT: Array, how: Readout = Readout()) -> Array:
     """The negative log-likelihood [B, T], float32, of each target; to differentiate, use `token_nll`.
 
     Args:
       head: the output projection, in the dtype of x_BTD, and the logits' bias.
     """
 
-    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[Array, ...]) -> tuple[None, Array]:
         x, target = arrays
         return carry, _tile_losses(how.logits(x, head), target).nll_BT
 
@@ -174,13 +175,13 @@ def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: 
     return nll_BT
 
 
-def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.Array:
+def likeliest_tokens(x_BTD: Array, head: OutputHead, num_tiles: int) -> Array:
     """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`.
 
     The logits are not multiplied or capped, which would keep their order, apart from rounding.
     """
 
-    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[Array, ...]) -> tuple[None, Array]:
         (x,) = arrays
         return carry, jnp.argmax(Readout().logits(x, head), axis=-1).astype(jnp.int32)
 
@@ -190,8 +191,8 @@ def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
-    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, weight_BT: jax.Array, how: Readout = Readout()
-) -> tuple[jax.Array, LossSums]:
+    x_BTD: Array, head: OutputHead, target_BT: Array, weight_BT: Array, how: Readout = Readout()
+) -> tuple[Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
     The forward pass computes the gradient together with the loss, tile by tile: each tile's logits are computed once,
@@ -209,9 +210,9 @@ def cross_entropy(
 
 
 def _cross_entropy_forward(
-    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, weight_BT: jax.Array, how: Readout = Readout()
-) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, OutputHead]]:
-    def tile(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
+    x_BTD: Array, head: OutputHead, target_BT: Array, weight_BT: Array, how: Readout = Readout()
+) -> tuple[tuple[Array, LossSums], tuple[Array, OutputHead]]:
+    def tile(carry: Tree, arrays: tuple[Array, ...]) -> tuple[Tree, Array]:
         loss, z_loss, own_ZDV, dbias_V = carry
         x_BTD, target_BT, weight_BT = arrays
         logits_BTV = how.logits(x_BTD, head)
@@ -251,8 +252,8 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    how: Readout, residuals: tuple[jax.Array, OutputHead], cotangents: tuple[jax.Array, LossSums]
-) -> tuple[jax.Array, OutputHead, None, None]:
+    how: Readout, residuals: tuple[Array, OutputHead], cotangents: tuple[Array, LossSums]
+) -> tuple[Array, OutputHead, None, None]:
     del how
     scale = cotangents[0]  # float32, as bfloat16 would round the step's 1 / target_tokens
 
@@ -264,7 +265,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_nll(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout) -> jax.Array:
+def token_nll(x_BTD: Array, head: OutputHead, target_BT: Array, how: Readout) -> Array:
     """`token_losses` with the backward pass of `cross_entropy`, the losses' gradients being the weights.
 
     The backward pass recomputes each tile's logits; only one tile's exist at a time.
@@ -273,14 +274,14 @@ def token_nll(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Rea
 
 
 def _token_nll_forward(
-    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout
-) -> tuple[jax.Array, tuple[jax.Array, OutputHead, jax.Array]]:
+    x_BTD: Array, head: OutputHead, target_BT: Array, how: Readout
+) -> tuple[Array, tuple[Array, OutputHead, Array]]:
     return token_nll(x_BTD, head, target_BT, how), (x_BTD, head, target_BT)
 
 
 def _token_nll_backward(
-    how: Readout, residuals: tuple[jax.Array, OutputHead, jax.Array], weight_BT: jax.Array
-) -> tuple[jax.Array, OutputHead, None]:
+    how: Readout, residuals: tuple[Array, OutputHead, Array], weight_BT: Array
+) -> tuple[Array, OutputHead, None]:
     _, (dx_BTD, dhead) = _cross_entropy_forward(*residuals, weight_BT, how)
     return dx_BTD, dhead, None
 
@@ -291,8 +292,8 @@ token_nll.defvjp(_token_nll_forward, _token_nll_backward)
 class TokenSplit(NamedTuple):
     """How tokens are split over devices for the loss: [B, T, ...] to the shares, and back."""
 
-    split: Callable[[jax.Array], jax.Array]
-    merge: Callable[[jax.Array], jax.Array]
+    split: Callable[[Array], Array]
+    merge: Callable[[Array], Array]
 
 
 WHOLE = TokenSplit(lambda x: x, lambda x: x)
@@ -312,17 +313,17 @@ class Outputs:
 
     decoder: Decoder
     params: Params
-    x_BTD: jax.Array
-    aux: dict[str, jax.Array]
+    x_BTD: Array
+    aux: dict[str, Array]
     config: NumericsConfig
     tokens: TokenSplit = WHOLE
 
-    def _head_inputs(self) -> tuple[jax.Array, OutputHead]:
+    def _head_inputs(self) -> tuple[Array, OutputHead]:
         """The final hidden states and the output projection [D, V], sharded for the loss."""
         # Gathered here, once each: logits and gradient, their two uses, could each gather them again.
         x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
-        head_DV = cast(jax.Array, all_gather_for_compute(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
+        head_DV = cast(Array, all_gather_for_compute(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
         return x_BTD, OutputHead(head_DV, self.params["head"]["bias"] if self.decoder.shape.logits_bias else None)
 
     def _readout(self, temperature: float = 1.0, z_loss_multiplier: float = 0.0) -> Readout:
@@ -335,34 +336,32 @@ class Outputs:
             multiplier=self.decoder.shape.logits_multiplier,
         )
 
-    def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
+    def cross_entropy(self, target_BT: Array, weight_BT: Array) -> tuple[Array, LossSums]:
         """The weighted sum of the targets' losses with the config's z-loss, and its parts."""
         how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
         return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
 
-    def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
+    def nll(self, target_BT: Array, temperature: float = 1.0) -> Array:
         """The differentiable negative log-likelihood [B, T], float32, of each target."""
         nll_BT = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
-        return self.tokens.merge(cast(jax.Array, nll_BT))
+        return self.tokens.merge(cast(Array, nll_BT))
 
-    def logits(self) -> jax.Array:
+    def logits(self) -> Array:
         """The logits [B, T, V] of all tokens at once, float32."""
         return self.tokens.merge(self._readout().logits(*self._head_inputs()))
 
-    def scored_nll(self, target_BT: jax.Array) -> jax.Array:
+    def scored_nll(self, target_BT: Array) -> Array:
         """`nll` for evaluations, not sharded for a gradient."""
         head = self.decoder.output_head(self.params, self.x_BTD.dtype)
         return token_losses(self.x_BTD, head, target_BT, self._readout())
 
     @property
-    def expert_counts(self) -> jax.Array | None:
+    def expert_counts(self) -> Array | None:
         """The tokens that chose each expert of each layer, int32 [L, E]; None where no router's bias needs them."""
         counts_BLE = self.aux.get(EXPERT_COUNTS)
         return None if counts_BLE is None else jnp.sum(counts_BLE, axis=0)
 
-    def auxiliary_loss(
-        self, weight_BT: jax.Array, example_weight_B: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def auxiliary_loss(self, weight_BT: Array, example_weight_B: Array) -> tuple[Array, dict[str, Array]]:
         """The experts' part of the summed loss, and sums by name.
 
         Values per token have the token's weight in the loss, values per example that of its target tokens. The sums are
@@ -387,17 +386,17 @@ def forward(decoder: Decoder, params: Params, rows: Rows, config: NumericsConfig
     return Outputs(decoder, params, x_BTD, aux, config)
 
 
-def target_tokens(rows: Rows) -> jax.Array:
+def target_tokens(rows: Rows) -> Array:
     """Target tokens of each row, int32 [..., B]."""
     return jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
 
 
-def zero_sums(decoder: Decoder, zero: jax.Array, *names: str) -> LossSums:
+def zero_sums(decoder: Decoder, zero: Array, *names: str) -> LossSums:
     """The sums before the first micro-batch: `zero` for the loss, the experts' sums and those of these names."""
     return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *names), zero))
 
 
-def spread_over_targets(example_weight_B: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def spread_over_targets(example_weight_B: Array, rows: Rows) -> tuple[Array, Array]:
     """The arguments of `Outputs.auxiliary_loss` for rows with weights of their own, split evenly over target tokens."""
     is_target_BT = rows["weights"] > 0
     share_B = example_weight_B / jnp.maximum(jnp.sum(is_target_BT, axis=-1), 1)
@@ -409,7 +408,7 @@ AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
 their multipliers, where those are not 0; moe_dropped_fraction is the share of dropped choices, with a capacity."""
 
 
-def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> Metrics:
+def auxiliary_metrics(aux: dict[str, Array], config: NumericsConfig) -> Metrics:
     """The AUXILIARY_METRICS that apply, from a step's means; {} without experts."""
     metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
     if aux and config.load_balance_loss_weight:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.config.registry import resolve
@@ -36,7 +36,7 @@ class Objective(Protocol):
         """The name of the count that divides the loss."""
         ...
 
-    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, Array]:
         """The `target_tokens` of each row, int32 [..., B], and its part of the divisor, int32 or float32."""
         ...
 
@@ -45,7 +45,7 @@ class Objective(Protocol):
         """The names of the sums that `loss` reports beside the experts'."""
         ...
 
-    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
         """The scalar to differentiate, and the sums to report.
 
         Args:
@@ -53,7 +53,7 @@ class Objective(Protocol):
         """
         ...
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+    def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
         """The metrics of a step beside its loss, from its means and its count."""
         ...
 
@@ -93,11 +93,11 @@ class NextToken(OneRowExamples):
     divisor = "target_tokens"
     own_sums = ()
 
-    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens."""
         return {"target_tokens": target_tokens(rows)}
 
-    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
         """The weighted negative log-likelihood of the targets, with the z-loss and the experts' losses."""
         # The weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
         weight_BT = rows["weights"] * factor
@@ -105,12 +105,12 @@ class NextToken(OneRowExamples):
         auxiliary, auxiliary_sums = outputs.auxiliary_loss(weight_BT, target_tokens(rows) * factor)
         return loss + auxiliary, sums._replace(aux=auxiliary_sums)
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+    def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
         """AUXILIARY_METRICS, where there are any."""
         del count
         return auxiliary_metrics(aux, config)
 
-    def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    def scores(self, outputs: Outputs, rows: Rows) -> tuple[Array, Array]:
         """Summed nll [B], float32, and target tokens [B], int32."""
         nll_BT = outputs.scored_nll(rows["targets"])
         return jnp.sum(nll_BT * rows["weights"], axis=-1), target_tokens(rows)
@@ -150,9 +150,9 @@ class Predictions:
       hidden: () -> final hidden states after the norm, [B, T, D] in `dtype`.
     """
 
-    nll: Callable[[], jax.Array]
-    logits: Callable[[], jax.Array]
-    hidden: Callable[[], jax.Array]
+    nll: Callable[[], Array]
+    logits: Callable[[], Array]
+    hidden: Callable[[], Array]
 
 
 class Loss(Protocol):
@@ -163,7 +163,7 @@ class Loss(Protocol):
     (`segments` and `weights` all 0) contributes nothing to either.
     """
 
-    def __call__(self, predictions: Predictions, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, predictions: Predictions, rows: Rows) -> tuple[Array, Array]:
         """Two scalars, (sum, weight); a step's loss is its batch's sum divided by its batch's weight.
 
         Args:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
@@ -25,8 +26,8 @@ _LEAST = 1.0  # a smaller scale would itself cost float16 range
 class LossScaleState(NamedTuple):
     """The scale (float32), and the number of updates since it last changed (int32)."""
 
-    scale: jax.Array
-    updates: jax.Array
+    scale: Array
+    updates: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LossScaling:
         """The state before the first step."""
         return LossScaleState(jnp.float32(self.fixed or _INITIAL), jnp.int32(0))
 
-    def next(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    def next(self, state: LossScaleState, finite: Array) -> LossScaleState:
         """The state after a step, whose gradient was `finite` or not."""
         if self.fixed:
             return state
@@ -164,7 +165,7 @@ class GradientAccumulation(optax.MultiSteps):
             state = state._replace(skip_state=self.loss_scaling.init())
         return state if self._keeps_sum else state._replace(acc_grads=())
 
-    def _set_bias_updates(self, updates: Tree, expert_counts: jax.Array | None) -> Tree:
+    def _set_bias_updates(self, updates: Tree, expert_counts: Array | None) -> Tree:
         """Replaces the updates of the routers' biases by those that the expert counts ask for."""
         if self._biases is None:
             return updates
@@ -174,22 +175,22 @@ class GradientAccumulation(optax.MultiSteps):
         # In a pipeline with several rounds, a bias is stored by round.
         return jax.tree.map(lambda is_bias, u: bias_update.reshape(u.shape) if is_bias else u, self._biases, updates)
 
-    def loss_scale(self, state: optax.MultiStepsState) -> jax.Array | None:
+    def loss_scale(self, state: optax.MultiStepsState) -> Array | None:
         """The factor of the loss in the next backward pass; None without loss scaling."""
         return cast(LossScaleState, state.skip_state).scale if self.loss_scaling else None
 
-    def next_loss_scale(self, state: optax.MultiStepsState, finite: jax.Array) -> optax.MultiStepsState:
+    def next_loss_scale(self, state: optax.MultiStepsState, finite: Array) -> optax.MultiStepsState:
         """The state with the loss scale after a step, whose gradient was `finite` or not."""
         assert self.loss_scaling is not None
         return state._replace(skip_state=self.loss_scaling.next(cast(LossScaleState, state.skip_state), finite))
 
-    def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
+    def has_ended(self, skipped_in_a_row: Scalar) -> Array:
         """Whether this many skipped steps in a row end the run: no update is applied from then on."""
         if self.max_skipped is None:
             return jnp.array(False)
         return jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
-    def skipped_after(self, skipped_in_a_row: jax.Array, finite: jax.Array, loss_scale: Tree) -> jax.Array:
+    def skipped_after(self, skipped_in_a_row: Array, finite: Array, loss_scale: Tree) -> Array:
         """Skipped steps in a row after one more step; one that the loss scale may explain does not count. Once the run
         has ended, the number stays.
         """
@@ -216,8 +217,8 @@ class GradientAccumulation(optax.MultiSteps):
         gradients: Tree,
         state: optax.MultiStepsState,
         params: Tree,
-        learning_rate: jax.Array,
-        expert_counts: jax.Array | None = None,
+        learning_rate: Array,
+        expert_counts: Array | None = None,
     ) -> tuple[Tree, optax.MultiStepsState]:
         """The parameters and the state after an update with the whole step's float32 gradients.
 
@@ -253,27 +254,27 @@ class GradientAccumulation(optax.MultiSteps):
         return found, new if self._keeps_sum else new._replace(acc_grads=())
 
 
-Rate: TypeAlias = Callable[[Scalar], jax.Array]
+Rate: TypeAlias = Callable[[Scalar], Array]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that reaches it."""
 
 
 class Progress(NamedTuple):
     """Examples and target tokens of all applied updates, each as uint32 [2]: high and low half of a 64-bit count."""
 
-    examples: jax.Array
-    tokens: jax.Array
+    examples: Array
+    tokens: Array
 
     @classmethod
     def start(cls) -> "Progress":
         """No updates."""
         return cls(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))
 
-    def plus(self, examples: jax.Array, tokens: jax.Array) -> "Progress":
+    def plus(self, examples: Array, tokens: Array) -> "Progress":
         """The progress after another update with these counts (int32)."""
         return Progress(_add(self.examples, examples), _add(self.tokens, tokens))
 
 
-def _add(count: jax.Array, more: jax.Array) -> jax.Array:
+def _add(count: Array, more: Array) -> Array:
     low = count[1] + more.astype(jnp.uint32)
     return jnp.stack([count[0] + (low < count[1]), low])
 
@@ -294,7 +295,7 @@ class Schedule:
     rate: Rate
     factors: tuple[tuple[int, float], ...] = ()
 
-    def __call__(self, updates: Scalar, progress: Progress, step: Scalar = 1) -> jax.Array:
+    def __call__(self, updates: Scalar, progress: Progress, step: Scalar = 1) -> Array:
         """The learning rate of the update that reaches both counts, in step number `step`, skipped ones counted."""
         if self.unit == "steps":
             rate = self.rate(jnp.asarray(updates, jnp.float32))
@@ -315,7 +316,7 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
     """
     peak, last = config.learning_rate, float(last)  # jax takes no integer above 2**31
 
-    def rate(u: Scalar) -> jax.Array:
+    def rate(u: Scalar) -> Array:
         u = jnp.asarray(u, jnp.float32)
         return peak * decay(config, u, last, jnp) * warm_up(config, u, last, jnp)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import orbax.checkpoint as ocp
+from jax import Array
 from jax.sharding import NamedSharding, Sharding
 
 from maxtext_lite.config import MlpKind
@@ -84,12 +85,12 @@ def _stack_dims(params: Params) -> list[tuple[int, ...]]:
 def reshaped(tree: Tree, abstract: Tree) -> Tree:
     """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
 
-    def reshape(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def reshape(x: Array, wanted: jax.ShapeDtypeStruct) -> Array:
         return x if x.shape == wanted.shape else _reshape(wanted.shape, wanted.sharding)(x)
 
     return jax.tree.map(reshape, tree, abstract)
 
 
 @functools.cache  # one compilation for all parameters of one shape
-def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], jax.Array]:
+def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[Array], Array]:
     return jax.jit(lambda x: x.reshape(shape), out_shardings=where)

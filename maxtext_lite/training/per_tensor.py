@@ -2,6 +2,7 @@
 
 import jax
 import optax
+from jax import Array
 
 from maxtext_lite.config import OptimizerConfig
 from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
@@ -22,7 +23,7 @@ def per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gradien
         return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
 
     def init(params: Tree) -> Tree:
-        def of_stack(path: TreePath, p: jax.Array) -> Tree:
+        def of_stack(path: TreePath, p: Array) -> Tree:
             one = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype)
             out_axes = over(jax.eval_shape(inner.init, one))
             init_stack = inner.init
@@ -33,7 +34,7 @@ def per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gradien
         return jax.tree_util.tree_map_with_path(of_stack, params)
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        def of_stack(path: TreePath, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
+        def of_stack(path: TreePath, update: Array, state: Tree, p: Array) -> tuple[Tree, Tree]:
             update_stack = inner.update
             for _ in range(num_stacked[path]):
                 update_stack = jax.vmap(update_stack, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
@@ -62,7 +63,7 @@ def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> opt
     if not dim_of:
         return inner
 
-    def dim(path: TreePath, _: jax.Array) -> int | None:
+    def dim(path: TreePath, _: Array) -> int | None:
         for start in range(len(path)):  # the state's paths end in those of the parameters
             if path[start:] in dim_of:
                 return dim_of[path[start:]]

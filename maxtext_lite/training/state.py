@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan, scaled_optimizer
@@ -111,8 +112,8 @@ class TrainState:
     params: Params
     opt_state: optax.MultiStepsState
     progress: Progress
-    step: jax.Array
-    skipped_in_a_row: jax.Array
+    step: Array
+    skipped_in_a_row: Array
     outer: "OuterState | None" = None
     frozen: Params | None = None
 
@@ -390,7 +391,7 @@ def state_from(parts: StepContext, params: Params, seed: int, adapters: Params |
       adapters: None: with LoRA, new ones from the seed.
     """
 
-    def state(params: Params, adapters: Params | None, key: jax.Array) -> TrainState:
+    def state(params: Params, adapters: Params | None, key: Array) -> TrainState:
         decoder = parts.decoder
         both = decoder.with_adapters(params, key) if adapters is None else decoder.joined(adapters, params)
         return _state_of(parts, both)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
@@ -50,7 +51,7 @@ def make_train_step(parts: StepContext, schedule: Schedule) -> Wrapped:
     """
 
     def train_step(
-        state: TrainState, batch: Rows, num_micro_batches: jax.Array | None = None
+        state: TrainState, batch: Rows, num_micro_batches: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         loss_scale = parts.optimizer.loss_scale(state.opt_state)
         step = step_gradients(parts, state.params, batch, num_micro_batches, loss_scale, state.frozen)
@@ -89,12 +90,12 @@ def apply_gradients(
 
 def _update_replica(
     parts: StepContext,
-    rate_at: Callable[[jax.Array, Progress], jax.Array],
+    rate_at: Callable[[Array, Progress], Array],
     params: Params,
     opt_state: optax.MultiStepsState,
     progress: Progress,
     step: StepGradients,
-    skipped_in_a_row: jax.Array,
+    skipped_in_a_row: Array,
 ) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
     """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
     optimizer = parts.optimizer
@@ -150,7 +151,7 @@ def _gathers_in_place(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "tpu"
 
 
-def choose(condition: jax.Array, tree: Tree, otherwise: Tree) -> Tree:
+def choose(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, otherwise)
 
 
