@@ -23,14 +23,14 @@ EXACT = (
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """One chart, which is left out where no run has a value for it.
+    """One chart; there is none where no run has a value for it.
 
     Attributes:
       lines: metrics of the steps or of the evaluations, with their names in the chart; one line for each run.
       by_source: an object of metrics by source; each source is a line.
       may_be_log: the y-axis is logarithmic where the values span a wide range.
       needs: only runs with this metric are drawn.
-      unless: the chart is left out where every run has this metric.
+      unless: there is no chart where every run has this metric.
       marks_skipped: marks the steps whose update was skipped.
       units: the unit of runs with a metric, where it is not `unit`.
     """
@@ -62,7 +62,7 @@ CHARTS = tuple(
 """All charts, in the order of the page."""
 
 NOISE_SCALE_BAND = ("gradient_noise_scale_low", "gradient_noise_scale_high")
-"""The ends of the noise scale's interval, of which the high one may be missing."""
+"""The ends of the noise scale's interval; the high one may be missing."""
 
 STEP_METRICS = (
     "examples_seen", "tokens_seen", "gradient_noise_scale_error", *NOISE_SCALE_BAND,

@@ -49,7 +49,7 @@ _GPUS = {
 _ASSUMED = {
     "gpu": (
         "GPUs like an SXM of the kind, an H100 with 80 GB and an H200 with 141, with CUDA 12.8 and cuDNN 9.10",
-        "every matmul by cuBLAS: nothing can be timed, so that XLA's autotuning and its own matmuls are off",
+        "every matmul by cuBLAS: nothing can be timed, so XLA's autotuning and its own matmuls are off",
     )
 }
 """Assumptions of programs compiled for a machine by name, by platform."""

@@ -178,7 +178,7 @@ def moved(
 def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """By key, the run's value and the other config's, where they differ and matter beyond splitting or showing a run.
 
-    Keys that the plan itself has are left out.
+    Keys that the plan itself has do not count.
     """
     other = config.model_dump(mode="json")
     changed: dict[str, tuple[Any, Any]] = {}

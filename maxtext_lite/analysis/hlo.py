@@ -886,7 +886,7 @@ def scheduled_seconds(
     busy: Callable[[Computation, Instruction], float],
     sent: Callable[[Collective], float],
 ) -> float:
-    """The time of one run of a module by its schedule, in which what is started asynchronously runs beside instructions
+    """The time of one run of a module by its schedule, where what starts asynchronously runs beside instructions
     until it is awaited.
 
     Collectives run one after the other, and so do asynchronous copies. What is awaited outside of its computation, such

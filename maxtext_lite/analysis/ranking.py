@@ -361,7 +361,7 @@ def _model(config: Config, plan: BatchPlan, device: Device, held: MemoryEstimate
     try:
         return StepModel(config, mesh, device, held, flops=flops)
     except ValueError as error:
-        raise _Unpredictable(f"--device={device.name}: {error}, so that no step can be predicted.") from None
+        raise _Unpredictable(f"--device={device.name}: {error}, so no step can be predicted.") from None
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:

@@ -20,7 +20,7 @@ from maxtext_lite.models.decoding import Sampling, decode, new_cache, sample_tok
 from maxtext_lite.parallel import MESH_AXES, Params, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
-_PADDED_TO = 64  # prompts and caches are padded to a multiple of it, so that few shapes are compiled
+_PADDED_TO = 64  # prompts and caches are padded to a multiple of it, so few shapes are compiled
 _FIRST_ROOM = 2**15  # new tokens that a cache has room for at first; it doubles whenever it is full
 
 
@@ -150,7 +150,7 @@ class Sampler:
             )
         for added in range(max_new_tokens):
             following = None
-            if added + 1 < max_new_tokens:  # dispatched before this token is read, so that the device never waits
+            if added + 1 < max_new_tokens:  # dispatched before this token is read: the device never waits
                 with jax.set_mesh(self._mesh):
                     if lengths.max() + added == num_positions:
                         num_positions = _round_up(min(most_positions, 2 * num_positions))
@@ -177,7 +177,7 @@ class Sampler:
         num_positions: int,
         sampling: Sampling,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
-        """`first_token` with a new cache, made inside the jitted function so that it is sharded as attention needs."""
+        """`first_token` with a new cache, made inside the jitted function, which shards it as attention needs."""
         cache = new_cache(self._decoder, token_BT.shape[0], num_positions)
         return first_token(self._decoder, params, token_BT, cache, length_B, key_B, sampling=sampling)
 

@@ -33,7 +33,7 @@ from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import Params, start_devices
 from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
 
-_PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled
+_PADDED_TO = 64  # rows are padded to a power of two times this, so few shapes are compiled
 _TILE_TOKENS = 64  # of each row, whose logits exist at one time
 
 
@@ -282,7 +282,7 @@ class TextScorer:
     def written(self, asked: GenerateConfig) -> str:
         """The model's continuation of the prompt, up to a stop token or one of `stop_strings`.
 
-        A long prompt is truncated at its beginning, so that it fits into `max_length` with the new tokens.
+        A long prompt is truncated at its beginning to fit into `max_length` with the new tokens.
 
         Raises:
           UserError: no token of a prompt fits, or a token's log-probability is not finite.

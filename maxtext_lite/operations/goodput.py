@@ -1,4 +1,4 @@
-"""goodput.json of a run directory, written during the run, so that a kill loses a second at most."""
+"""goodput.json of a run directory, written every second of the run."""
 
 import contextlib
 import dataclasses

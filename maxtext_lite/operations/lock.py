@@ -1,4 +1,4 @@
-"""The lease of a run directory, so that only one run at a time writes there.
+"""The lease of a run directory: only one run at a time writes there.
 
 A lease is a file `lease/NUMBER.json` in the run directory, which its holder renews by touching it. A process that finds
 every lease dead adds one with the next number, which the storage grants to only one process. It then looks again, and

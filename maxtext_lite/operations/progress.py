@@ -40,7 +40,7 @@ class Stamp(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, so that nobody need wait for it."""
+        """Whether it has ended; nobody need wait for it."""
         return self.phase == "end"
 
     @property
