@@ -40,19 +40,6 @@ def render_page(runs: Sequence[Run]) -> str:
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.ChainableUndefined
     )
     pages.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    pages.globals.update(
-        advice=advice,
-        bytes_text=bytes_text,
-        differs=_differs,
-        last_second=_last_second,
-        length_rows=_length_rows,
-        long_number=long_number,
-        memory_parts=memory_parts,
-        plain=plain,
-        source_rows=_source_rows,
-        stage_rows=_stage_rows,
-        status=status,
-    )
     return pages.get_template("page.html").render(
         runs=runs,
         several=several,
@@ -68,6 +55,17 @@ def render_page(runs: Sequence[Run]) -> str:
         environment_rows=_beside([_environment(run) for run in runs]),
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         script=Markup((_FOLDER / "page.js").read_text(encoding="utf-8")),
+        advice=advice,
+        bytes_text=bytes_text,
+        differs=_differs,
+        last_second=_last_second,
+        length_rows=_length_rows,
+        long_number=long_number,
+        memory_parts=memory_parts,
+        plain=plain,
+        source_rows=_source_rows,
+        stage_rows=_stage_rows,
+        status=status,
     )
 
 

@@ -226,10 +226,10 @@ def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tm
 
 def test_the_last_batch_of_reinforcement_learning_shows_its_first_responses(tmp_path):
     directory = write_metrics(tmp_path / "rl", [step_line(7, reward=0.5)])
-    pair = {"prompt": "2 + 2 =", "reward": 1.0, "advantage": -0.5, "tokens": 3}
+    pair = {"prompt": "2 + 2 =", "reward": None, "advantage": -0.5, "tokens": 3}
     pairs = [pair | {"step": step, "response": NASTY} for step in (1, *[7] * 9)]
     write_lines(directory / "rollouts.jsonl", pairs)
     page = page_of(directory)
     shown = [row[1:] for row in page.rows if "2 + 2 =" in row]
-    assert shown == [["2 + 2 =", NASTY, "1", "-0.5", "3"]] * 8
+    assert shown == [["2 + 2 =", NASTY, "–", "-0.5", "3"]] * 8
     assert "The first of step 7; all are in rollouts.jsonl." in page.text
