@@ -9,13 +9,8 @@ import urllib.request
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.operations.trackers import (
-    MLflow,
-    Prometheus,
-    TensorBoard,
-    WandB,
-    open_trackers,
-)
+from maxtext_lite.operations.services import MLflow, Prometheus, WandB
+from maxtext_lite.operations.trackers import TensorBoard, open_trackers
 
 RECORD = {
     "step": 4,
