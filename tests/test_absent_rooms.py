@@ -14,7 +14,7 @@ STOPPED = {
     "kernels": "",
     "operations": "branch report tune",
     "preparation": "prepare",
-    "hf": "convert convert_config evaluate generate harness",
+    "hf": "branch convert convert_config equiv evaluate generate harness replay",
     "inference": "evaluate generate harness",
     "post_training": "train_rl",
     "analysis": "advise branch compile equiv replay report tune verify_resume",

@@ -20,8 +20,8 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
-from maxtext_lite.harness import HarnessModel
 from maxtext_lite.inference import scoring
+from maxtext_lite.inference.harness_model import HarnessModel
 from maxtext_lite.inference.questions import (
     continued,
     read_questions,
