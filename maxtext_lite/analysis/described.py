@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import did_you_mean, install_text, value_text
-from maxtext_lite.parallel.hosts import Flag, installed_compilers, set_compiler_flags, set_gpu_memory
+from maxtext_lite.parallel.devices import Flag, installed_compilers, set_compiler_flags, set_gpu_memory
 
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {

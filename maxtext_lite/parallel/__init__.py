@@ -13,16 +13,18 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.hosts import (
+from maxtext_lite.parallel.devices import (
     accelerator_of,
-    bytes_of_host,
     devices_share_threads,
+    simulated_devices,
+    start_devices,
+)
+from maxtext_lite.parallel.hosts import (
+    bytes_of_host,
     end_soon,
     exchange,
     make_largest_of_hosts,
     on_first_host,
-    simulated_devices,
-    start_devices,
     value_of_host,
 )
 from maxtext_lite.parallel.mesh import (

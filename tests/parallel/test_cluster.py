@@ -4,8 +4,8 @@ import jax._src.clusters.cloud_tpu_cluster as tpu_cluster
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel import hosts as cluster
-from maxtext_lite.parallel.hosts import ProcessInfo, process_info
+from maxtext_lite.parallel import processes as cluster
+from maxtext_lite.parallel.processes import ProcessInfo, process_info
 
 
 def told(environment, **options):

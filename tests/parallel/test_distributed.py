@@ -11,7 +11,7 @@ import jax._src.clusters.cloud_tpu_cluster as tpu_cluster
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel import hosts as distributed
+from maxtext_lite.parallel import processes as distributed
 from maxtext_lite.parallel import start_devices
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
@@ -170,8 +170,6 @@ def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monke
     monkeypatch.setattr(
         distributed.jax, "config", SimpleNamespace(jax_platforms=platforms)
     )
-    monkeypatch.setattr(
-        distributed, "_join_the_others", lambda found, _: joined.append(found)
-    )
+    monkeypatch.setattr(distributed, "_join", lambda found, _: joined.append(found))
     start_devices()
     assert [found.process_id for found in joined] == [1] * ("tpu" in platforms)

@@ -11,7 +11,7 @@ import yaml
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.console import runs_a_command
-from maxtext_lite.parallel.hosts import process_info
+from maxtext_lite.parallel.processes import process_info
 from tests.source_tree import REPOSITORY
 
 MANIFESTS = {}

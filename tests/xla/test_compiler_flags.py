@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.analysis.described import _NOTHING_CAN_BE_TIMED
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.parallel.hosts import (
+from maxtext_lite.parallel.devices import (
     FLAGS,
     GPU_MEMORY,
     SCHEDULED_MEMORY,
