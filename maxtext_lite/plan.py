@@ -231,7 +231,8 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
         stages = divisors(plan.num_devices)[1:2]
         nearest = f"ici_pipeline_parallelism={stages[0]}" if stages else "--devices=2 ici_pipeline_parallelism=2"
         raise UserError(f"--draw pipeline has nothing to show with 1 pipeline stage. Nearest that works: {nearest}.")
-    shape, schedule = plan.pipeline_shape, plan.pipeline_schedule
+    shape = plan.pipeline_shape
+    schedule = plan.pipeline_schedule
     pieces = shape.num_stages * shape.num_repeats * shape.num_microbatches * shape.gradient_accumulation_steps
     if pieces > _MOST_DRAWN:
         raise UserError(f"--draw pipeline would draw {pieces:,} pieces of work, more than {_MOST_DRAWN:,}.")

@@ -32,9 +32,11 @@ def main(argv: Sequence[str]) -> int:
             write_page(runs, output)
     except OSError as error:
         if arguments.output:
-            where, hint = f"--output={output}", f"Nearest that works: {runs[0].directory / 'report.html'}."
+            where = f"--output={output}"
+            hint = f"Nearest that works: {runs[0].directory / 'report.html'}."
         else:
-            where, hint = str(output), "Name another file with --output."
+            where = str(output)
+            hint = "Name another file with --output."
         raise UserError(f"{where} cannot be written: {error.strerror}. {hint}") from None
     repeated = len(arguments.run_directories) - len(runs)
     if repeated:

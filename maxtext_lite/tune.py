@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     if not ran:
         print("error: no way to split the batch fits on a device.", file=sys.stderr)
         return 1
-    best, page = output / "best.yml", output / "report.html"
+    best = output / "best.yml"
+    page = output / "report.html"
     origins = {**config.origins, **dict.fromkeys(found[0][0].keys, "tune")}
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
     write_page(read_runs(ran[:8]), page)
@@ -95,7 +96,8 @@ def _parser() -> ArgumentParser:
 
 def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dict[str, Any]:
     """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
-    planned, compiled = candidate.plan.memory.total, timing.compiled_bytes
+    planned = candidate.plan.memory.total
+    compiled = timing.compiled_bytes
     least = least_step(candidate.config, candidate.plan, device)
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},

@@ -146,7 +146,9 @@ class Branches:
     """
 
     def __init__(self, run: Path, step: int, factors: Sequence[Fraction], steps: int, rule: Rule | None, output: Path):
-        self._run, self._step, self._output = run, step, output
+        self._run = run
+        self._step = step
+        self._output = output
         there = steps_in(run / "checkpoints")
         if step not in there:
             raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {_nearest(step, there)}")
@@ -174,7 +176,8 @@ class Branches:
         devices = round(self.batch / (accumulation * self._at["per_device_batch_size"]))
         self._per_device = Fraction(self.batch, accumulation * devices)
         sizes = branch_sizes(factors, batch=self.batch, accumulation=accumulation, steps=steps)
-        self._compared, self._examples = compared_examples(sizes), steps * self.batch
+        self._compared = compared_examples(sizes)
+        self._examples = steps * self.batch
         self.all = [self._branch(config, each) for each in sizes]
 
     def _branch(self, config: Config, sizes: BranchSizes) -> Branch:

@@ -14,12 +14,14 @@ FRAME = {"width": 960, "left": 104, "right": 936, "top": 24, "bottom": 412}
 """The plotting area, in the units of a chart's SVG."""
 
 _NUM_COLORS = 8  # in page.css; further runs repeat them
-_MOST_BUCKETS, _FEWEST_BUCKETS = 500, 20  # of a run
+_MOST_BUCKETS = 500  # of a run
+_FEWEST_BUCKETS = 20
 _MOST_POINTS = 7_000  # of all lines: each takes about 25 bytes, and the page must stay below 300 kB
 _SEEN = 0.005  # of a chart's height: a narrower band is invisible
 _BEYOND = 1e3  # times the noise scale: the high end of an interval without one
 _LOG_FROM_RATIO = 50
-_MOST_DOTS, _MOST_STAGES = 60, 32
+_MOST_DOTS = 60
+_MOST_STAGES = 32
 
 Json = dict[str, Any]
 Buckets = Sequence[range]
@@ -136,7 +138,8 @@ def _line(metric: str, run: Run, buckets: Buckets) -> Json:
         "stepped": metric in STEPPED,
         "dots": is_of_evaluations(metric) and len(buckets) <= _MOST_DOTS,
     }
-    low, high = column, column
+    low = column
+    high = column
     if metric == "gradient_noise_scale":
         low, high = _noise_interval(run)
         line["interval"] = _BEYOND / 10  # from this multiple of the line on, the interval has no high end

@@ -40,8 +40,12 @@ def read_data(config: Config, *, with_ids: bool) -> None:
     source, _ = with_history(config, source)
     excluded = excluded_ids(source, listed_rows_on_hosts(config, source))
     num_steps = steps_left(config, plan, source, step=0, examples_seen=0)
-    is_first, seed = jax.process_index() == 0, config.data_shuffle_seed
-    seen, shown, since, imbalances = 0, 0, time.perf_counter(), list[float]()
+    is_first = jax.process_index() == 0
+    seed = config.data_shuffle_seed
+    seen = 0
+    shown = 0
+    since = time.perf_counter()
+    imbalances = list[float]()
     start = since
     with training_batches(
         source,
@@ -64,7 +68,8 @@ def read_data(config: Config, *, with_ids: bool) -> None:
                 print(json.dumps({"step": step, "examples_hash": content, "ids": source.row_ids(ids)}))
             elif (now := time.perf_counter()) - since >= _SECONDS_BETWEEN_LINES and is_first:
                 print(f"step {step}/{num_steps}  {(seen - shown) / (now - since):,.0f} rows/s", flush=True)
-                shown, since = seen, now
+                shown = seen
+                since = now
     seconds = time.perf_counter() - start
     tokens = target_tokens_of_run(source, total_examples=seen, seed=seed, loading_hosts=plan.loading_hosts)
     if is_first:

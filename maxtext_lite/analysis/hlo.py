@@ -203,7 +203,8 @@ def _instruction(match: re.Match[str], line: str) -> Instruction | None:
     """None for a line that only looks like an instruction: text of an attribute."""
     is_root, name, text = match.groups()
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    result, rest = text[:end], text[end:].lstrip()
+    result = text[:end]
+    rest = text[end:].lstrip()
     opcode = re.match(r"([\w\-]+)\(", rest)
     if not opcode or end <= 0:
         return None
@@ -275,7 +276,8 @@ def _trips(
     body = computations.get(parts.get("body", ""))
     if condition is None or body is None or condition.root is None or body.root is None:
         return where_unknown
-    test, following = condition.root, body.root
+    test = condition.root
+    following = body.root
     if test.opcode != "compare" or "direction=LT" not in test.attributes or following.opcode != "tuple":
         return where_unknown
     counter, limit = test.operands
@@ -500,7 +502,8 @@ def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _groups_of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
     """Groups along mesh axes; 'a':(2)4 is the part of size 4 of axis a, inside an outer part of size 2."""
-    axes, chosen = text[: text.index("]")], text[text.rindex("{") + 1 : -1]
+    axes = text[: text.index("]")]
+    chosen = text[text.rindex("{") + 1 : -1]
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     device_ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
     ids = _iota(device_ids[1], device_ids[2]) if device_ids else np.arange(np.prod([*sizes.values()]))
@@ -775,7 +778,8 @@ def _valid_products(
         offset = k * rhs_dilate - low
         if offset % common:
             continue
-        first, end = max(0, -(offset // stride)), min(out_size - 1, (last - offset) // stride)
+        first = max(0, -(offset // stride))
+        end = min(out_size - 1, (last - offset) // stride)
         phase = -(offset // common) * pow(stride // common, -1, period) % period if period > 1 else 0
         start = first + (phase - first) % period
         count += max(0, (end - start) // period + 1)

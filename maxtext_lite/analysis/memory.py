@@ -114,7 +114,9 @@ class LayerOnDevice:
         Dropless experts have room for one round of the exchange (`config.kernels`). Without rounds, all tokens of the
         devices along the expert axis may arrive, each with as many choices as there are experts here.
         """
-        config, chosen, shards = self.config, self.config.num_experts_per_tok, self.mesh["expert"]
+        config = self.config
+        chosen = self.config.num_experts_per_tok
+        shards = self.mesh["expert"]
         if config.num_experts == 1:
             return Fraction(0)
         if config.capacity_factor != -1:
@@ -186,7 +188,9 @@ class LayerOnDevice:
 
     def kept_bytes(self) -> int:
         """Bytes per token kept for the backward pass on the device."""
-        config, sizes, remat = self.config, self.named_bytes(), remat_of(self.config)
+        config = self.config
+        sizes = self.named_bytes()
+        remat = remat_of(self.config)
         if remat is not None:  # the layer's input is always kept, here or on the host
             return sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
         # Everything: of the stream the inputs of both halves, and the input and output of each norm.
@@ -230,11 +234,14 @@ class LayerOnDevice:
         experts: the rows and their gradients, three products in float32 as the kernels return them and in `dtype` as
         the next ones take them, and what an exchange sends and receives.
         """
-        config, width, tensor = self.config, self.width, self.tensor
+        config = self.config
+        width = self.width
+        tensor = self.tensor
         dense = (6 if config.gated_mlp else 4) * self.tokens * width
         if config.num_experts == 1:
             return dense * config.base_mlp_dim // tensor
-        rows, shards = self.rows_per_token * self.tokens, self.mesh["expert"]
+        rows = self.rows_per_token * self.tokens
+        shards = self.mesh["expert"]
         apart = 0
         if self.accelerator.platform == "cpu" and config.capacity_factor == -1:
             # There XLA's ragged dot has all rows for each expert, zero except for its own: operands of six matmuls, or
@@ -269,7 +276,9 @@ class LayerOnDevice:
         is only one tile (models/attention.py). Context shards add the keys and values of other shards and their
         float32 gradients: of all shards with all_gather, of two with ring.
         """
-        config, shards, length = self.config, self.mesh["context"], self.config.max_target_length
+        config = self.config
+        shards = self.mesh["context"]
+        length = self.config.max_target_length
         match self.kernel:
             case "dot_product":
                 run = length if shards == 1 else length // (2 * shards)
@@ -361,7 +370,8 @@ def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLin
     Each layer keeps what remat_policy saves: with gpipe for every tick of a micro-batch, including idle ones; with 1f1b
     for one pipeline microbatch, besides the layer inputs of the last 2 S - 1 ticks.
     """
-    config, layer = step.config, step.layer
+    config = step.config
+    layer = step.layer
     piece = layer.tokens
     stages = step.mesh["stage"]
     first = config.first_num_dense_layers
@@ -392,7 +402,8 @@ def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLin
 
 def _dense_share(config: Config) -> Fraction:
     """The share of layers, after the first dense ones, without experts; 0 if the pattern does not mix."""
-    kinds, layers = config.mlp_kinds, config.base_num_decoder_layers
+    kinds = config.mlp_kinds
+    layers = config.base_num_decoder_layers
     if config.num_experts == 1:
         return Fraction(0)
     return Fraction(sum(kinds[layer % len(kinds)] == "dense" for layer in range(layers)), layers)
@@ -419,7 +430,9 @@ _HEADS = "queries and keys before and after rotation, values, context as the ker
 
 def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     """What the backward pass of a layer works with."""
-    config, tokens, width = layer.config, layer.tokens, layer.width
+    config = layer.config
+    tokens = layer.tokens
+    width = layer.width
     why = "the inputs of its halves and their norms, and the gradient before and after a half"
     yield _line("stream of a layer", 6 * tokens * layer.stream * width, why, LAYERS)
     largest: list[MemoryLine] = []
@@ -448,7 +461,10 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
 
 def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     """A layer's matrices in use, split over tensor only."""
-    config, mesh, tensor, emb = layer.config, layer.mesh, layer.tensor, layer.config.base_emb_dim
+    config = layer.config
+    mesh = layer.mesh
+    tensor = layer.tensor
+    emb = layer.config.base_emb_dim
     if weight_shards(mesh) == 1:
         return
     if config.num_experts == 1:
@@ -511,7 +527,8 @@ def estimate_memory(
 def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
     """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
     example."""
-    examples, limit = plan.eval_batch_examples, plan.memory.limit
+    examples = plan.eval_batch_examples
+    limit = plan.memory.limit
     is_off = plan.rl is not None or config.eval_interval == -1
     if limit is None or is_off or examples <= plan.micro_batch_to_train:
         return
@@ -534,7 +551,9 @@ def _evaluation_bytes(step: DeviceStep) -> int:
     That is the more of two: the layers' matrices in `dtype`, the stream before and after a layer and the projections of
     its mlp or of its heads; or the logits of a tile.
     """
-    config, mesh, layer = step.config, step.mesh, step.layer
+    config = step.config
+    mesh = step.mesh
+    layer = step.layer
     sizes = layer.named_bytes()
     heads = sizes["query_proj"] + sizes["key_proj"] + sizes["value_proj"]
     projections = layer.tokens * max(sizes["mlpwi_0"] + sizes["mlpwi_1"], heads)
@@ -561,8 +580,12 @@ def estimate_activations(
 
 def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """Parameters, their copies in `dtype`, and the optimizer's state."""
-    config, mesh, count = step.config, step.mesh, step.count
-    trained, copies, weight_bytes = step.trained, step.copies, BYTES[config.weight_dtype]
+    config = step.config
+    mesh = step.mesh
+    count = step.count
+    trained = step.trained
+    copies = step.copies
+    weight_bytes = BYTES[config.weight_dtype]
     has_outer = step.replicas is not None
     if config.lora_rank:  # adapters are float32 whatever the weights are
         yield MemoryLine("frozen parameters", "params", count.total * weight_bytes, "in weight_dtype")
@@ -580,7 +603,8 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
     yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
     if config.optimizer == "muon":
-        work, why = 4 * copies * count_orthogonalized(config, **mesh), "before and after a step, in float32"
+        work = 4 * copies * count_orthogonalized(config, **mesh)
+        why = "before and after a step, in float32"
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if has_outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)
@@ -608,7 +632,9 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
 
 def _gradient_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """The float32 sum over micro-batches, if there is more than one pass, and the gradient of one pass."""
-    config, count, copies = step.config, step.trained, step.copies
+    config = step.config
+    count = step.trained
+    copies = step.copies
     adds_up = step.accumulation > 1 or config.pipeline_schedule == "1f1b"
     if adds_up:
         why = "of micro-batches, or of pipeline microbatches, in float32"
@@ -616,7 +642,8 @@ def _gradient_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     when = LAYERS if adds_up else (*LAYERS, "update")
     # XLA fills the stacked gradients of the layers with zeros before the loss, but allocates them unfilled on a TPU.
     filled = when if step.accelerator.platform == "tpu" else ("loss", *when)
-    of_layers, rest = count.matrices * BYTES[config.dtype], count.tables + count.norms
+    of_layers = count.matrices * BYTES[config.dtype]
+    rest = count.tables + count.norms
     why = "of one micro-batch, in `dtype`"
     yield MemoryLine("gradients of matrices", "gradients", copies * of_layers, why, filled)
     why = "of one micro-batch, in weight_dtype"
@@ -642,7 +669,9 @@ def _float32_logits(step: DeviceStep) -> int:
 
 def _loss_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens."""
-    config, mesh, width = step.config, step.mesh, BYTES[step.config.dtype]
+    config = step.config
+    mesh = step.mesh
+    width = BYTES[step.config.dtype]
     shards = weight_shards(mesh)
     tokens, tiles = loss_tiles(config, mesh, step.slots, step.pieces if config.pipeline_schedule == "1f1b" else 1)
     vocab_size = config.vocab_size // mesh["tensor"]

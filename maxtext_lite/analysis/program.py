@@ -148,15 +148,18 @@ def compile_for(
     # The length of the data only changes constants of the schedule.
     if config.num_epochs:
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": 10**6, "last_batch": "drop"})
-    plan, assumed = None, ()
+    plan = None
+    assumed = ()
     if num_devices is not None:
         plan = _plan(config, num_devices, num_hosts, "cpu", "cpu")  # refuses before any device is started
         devices: Sequence[Any] = simulated_devices(num_devices)
     elif topology is not None:
-        devices, assumed = topology_devices(topology, num_slices), assumed_of(topology)
+        devices = topology_devices(topology, num_slices)
+        assumed = assumed_of(topology)
         num_hosts = len({device.process_index for device in devices})
     else:
-        devices, num_hosts = start_devices(), jax.process_count()
+        devices = start_devices()
+        num_hosts = jax.process_count()
     kind = devices[0].device_kind
     plan = plan or _plan(config, len(devices), num_hosts, accelerator_of(devices[0]), kind)
     try:
@@ -191,13 +194,16 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
       UserError: the config requires a kernel that does not run on these devices.
     """
     parts = make_parts(config, plan, devices)
-    mesh, decoder, local = parts.mesh, parts.decoder, parts.local
+    mesh = parts.mesh
+    decoder = parts.decoder
+    local = parts.local
     step = make_train_step(parts, learning_rate_schedule(scaled_optimizer(config, plan), last=plan.steps))
     state = abstract_state(parts)
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, parts, plan, example=example_shape(config))) as executables:
         built = executables.of(stage)
-    compiled, seconds = built.step, built.tracing + built.compiling
+    compiled = built.step
+    seconds = built.tracing + built.compiling
     synchronization = None
     if local:
         with jax.set_mesh(mesh):

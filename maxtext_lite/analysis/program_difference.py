@@ -60,7 +60,9 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
         device = device.in_hosts(each.plan.num_devices, each.plan.num_hosts)
         mesh = resolve_mesh(each.config, each.plan.num_devices)
         assert isinstance(mesh, MeshSizes)  # it is planned
-        roof, time, links = program.roofline, each.time, _links_seconds(program.collectives, device, mesh)
+        roof = program.roofline
+        time = each.time
+        links = _links_seconds(program.collectives, device, mesh)
         silent = time.attention_seconds if program.work.silent_kernels else 0
         known = None not in (roof.matmul_seconds, roof.memory_seconds, links)
         step = step_seconds(program, device, mesh, each.config.dtype, silent_seconds=silent) if known else None
@@ -100,7 +102,8 @@ def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str,
       dtype: of the activations, in which kernels compute.
       silent_seconds: of the kernels that do not state their FLOPs, all together.
     """
-    module, spaces = program.module, frozenset(MEMORY_SPACES[device.platform])
+    module = program.module
+    spaces = frozenset(MEMORY_SPACES[device.platform])
     silent = sum(kernel.times or 0 for kernel in program.work.kernels if kernel.flops is None)
 
     def busy(computation: Computation, it: Instruction) -> float:
@@ -144,7 +147,8 @@ def comparison_text(compared: Sequence[dict[str, Any]]) -> str:
     for each in compared:
         lines.append(f"compiled: {each['keys']}")
         for key, (name, unit) in _LINES.items():
-            predicted, compiled = each[key]["predicted"], each[key]["compiled"]
+            predicted = each[key]["predicted"]
+            compiled = each[key]["compiled"]
             beside = f"{compiled / unit:,.1f} compiled, {predicted / compiled - 1:+.1%}" if compiled else "not known"
             lines.append(f"  {name:<17}  {predicted / unit:,.1f} predicted, {beside}")
     correlation = rank_correlation(compared)

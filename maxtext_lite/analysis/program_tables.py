@@ -12,7 +12,9 @@ from maxtext_lite.config.errors import bytes_text, counted
 
 def program_json(program: Program) -> dict[str, object]:
     """The output of `compile --json`."""
-    plan, work, roof = program.plan, program.work, program.roofline
+    plan = program.plan
+    work = program.work
+    roof = program.roofline
     synchronization = program.synchronization
     return {
         "num_devices": plan.num_devices,
@@ -134,7 +136,8 @@ class _Part(NamedTuple):
 
 
 def _memory_parts(program: Program) -> dict[str, _Part]:
-    memory, planned = program.memory, program.plan.memory
+    memory = program.memory
+    planned = program.plan.memory
     held = planned.held
     return {
         "arguments": _Part("state and batch", memory.arguments, held, " parameters and optimizer state"),
@@ -162,7 +165,8 @@ def _memory_lines(program: Program) -> list[str]:
 
 def time_lines(program: Program) -> list[str]:
     """FLOPs, the least time of a step by each resource, and the compiler's own estimate."""
-    done, roof = program.work, program.roofline
+    done = program.work
+    roof = program.roofline
     by_dtype = ", ".join(f"{dtype} {_known(flops, '.4g')}" for dtype, flops in done.matmul_flops.items()) or "0"
     by_dtype += " FLOPs"
     if done.kernel_flops:

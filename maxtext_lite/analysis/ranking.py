@@ -32,8 +32,11 @@ from maxtext_lite.config.load import Origin, defaults_of
 from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.rules import rule_violations
 
-_REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
-_PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
+_REMAT = "remat_policy"
+_OFFLOAD = "optimizer_memory_host_offload"
+_PIECES = "num_pipeline_microbatches"
+_PER = "per_device_batch_size"
+_STEPS = "gradient_accumulation_steps"
 CHOSEN_KEYS = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
 """Keys chosen along with the two that split a batch, unless the user states them."""
 _MOST_DOUBLINGS = 3
@@ -100,7 +103,8 @@ def format_ranking(ranked: Sequence[RankedPlan]) -> str:
 
 
 def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
-    plan, time = ranked.plan, ranked.time
+    plan = ranked.plan
+    time = ranked.time
     parts = (time.seconds, time.matmul_seconds, time.memory_seconds, time.collectives_seconds, time.host_seconds)
     return (
         mesh_text(plan.mesh, "all mesh axes 1"),
@@ -235,7 +239,8 @@ def check_machine(config: Config, topology: Topology) -> None:
 
 def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan) -> None:
     """Raises UserError where batches or replicas are open: a choice may change nothing but time and memory."""
-    data, replicas = mesh_key("ici", "data"), "diloco_num_replicas"
+    data = mesh_key("ici", "data")
+    replicas = "diloco_num_replicas"
     data_stated = not is_open(config, data) and -1 not in (getattr(config, data), config.dcn_data_parallelism)
     replicas_open = config.enable_diloco and config.diloco_num_replicas == -1 and not data_stated
     if not config.enable_rampup_batch_size and not replicas_open:
@@ -312,7 +317,8 @@ def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:
-    all_steps, flops = divisors(config.global_batch_size), flops_of_example(config)
+    all_steps = divisors(config.global_batch_size)
+    flops = flops_of_example(config)
     for mesh in _meshes(config, topology.num_devices):
         tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in _pieces(config, mesh))
         plan, changed = _first_legal(config, tries, topology)
@@ -420,7 +426,8 @@ def _smallest(
                 found, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
                 total = math.inf if found is None else plan_of(chosen).memory.total
                 if total < least:
-                    least, nearest = total, keys
+                    least = total
+                    nearest = keys
     on_mesh = (config.model_copy(update={**nearest, _STEPS: steps}) for steps in all_steps)
     legal = (each for each in on_mesh if nearest and not isinstance(resolve(each, topology), list))
     return [(each, plan_of(each)) for each in legal]
@@ -436,7 +443,8 @@ def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, Ba
         plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific refusal
         return UserError(none)
     chosen, plan = min(too_large, key=lambda each: each[1].memory.total)
-    total, limit = plan.memory.total, plan.memory.limit or 0
+    total = plan.memory.total
+    limit = plan.memory.limit or 0
     said = " ".join(settings_of(_stated(config, chosen, plan)))
     return UserError(
         f"no legal plan fits into the {bytes_text(limit)} of a device. What comes nearest, {said}, needs "

@@ -350,14 +350,18 @@ class StepModel:
         if self._device.on_chip_bytes:
             model._device = dataclasses.replace(self._device, on_chip_bytes=sys.maxsize)
         config = self._repeating_nothing.model_copy(update={"num_vocab_tiling": 1})
-        rows, shape = examples * config.rows_per_example, PipelineShape(1, 1, 1, 1)
+        rows = examples * config.rows_per_example
+        shape = PipelineShape(1, 1, 1, 1)
         return model._step(config, rows, examples, shape, per_token=0, offloaded=0).seconds
 
     def _step(
         self, config: Config, rows: int, examples: int, shape: PipelineShape, *, per_token: int, offloaded: int
     ) -> StepTime:
-        sizes, passes, pieces = self._sizes, shape.gradient_accumulation_steps, shape.num_microbatches
-        tokens, runs = tokens_of_device(config, sizes, rows), pieces if sizes["stage"] > 1 else 1
+        sizes = self._sizes
+        passes = shape.gradient_accumulation_steps
+        pieces = shape.num_microbatches
+        tokens = tokens_of_device(config, sizes, rows)
+        runs = pieces if sizes["stage"] > 1 else 1
         kept = kept_names(config)
         matmul = attention = memory = compute = 0.0
         losses = pieces if config.pipeline_schedule == "1f1b" else 1
@@ -367,9 +371,13 @@ class StepModel:
             quantized = each.name not in ("context", "logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
-            reads, gradient_bytes, windows = runs, runs * self._gradient_bytes, self._windows
+            reads = runs
+            gradient_bytes = runs * self._gradient_bytes
+            windows = self._windows
             if each.name == "logits":  # every tile reads the head and adds to its gradient
-                reads, gradient_bytes, windows = losses * tiles, losses * tiles * self._head_gradient_bytes, 0
+                reads = losses * tiles
+                gradient_bytes = losses * tiles * self._head_gradient_bytes
+                windows = 0
             moved, apart = (self._moved(tokens, arrays) / self._rate for arrays in (each.arrays, each.apart))
             # One pass computes the gradient of weights that are trained, the others read weights and compute tokens.
             forth = reads * self._width * each.weights / self._rate
@@ -457,7 +465,8 @@ class StepModel:
     def _keys(self, tokens: int, kept: frozenset[str] | None) -> tuple[float, float]:
         """Seconds per micro-batch of gathering keys and values over context, and of reducing their gradients, which a
         GPU does in float32."""
-        config, sizes = self._config, self._sizes
+        config = self._config
+        sizes = self._sizes
         elements = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
         elements *= self._layers * (config.head_dim + config.value_dim)
         gathers = 2 + (kept is not None and "context" not in kept)
@@ -467,14 +476,17 @@ class StepModel:
     def _blocking(self, tokens: int, kept: frozenset[str] | None) -> float:
         """Seconds per micro-batch of collectives that block computation: tokens over tensor, rows over expert, pieces
         between stages."""
-        config, sizes, width = self._config, self._sizes, self._width
+        config = self._config
+        sizes = self._sizes
+        width = self._width
         again = [kept is not None and name not in kept for name in ("out_proj", "mlpwi_1")]
         stream = tokens * config.base_emb_dim * width
         # Four in the forward pass, five in the backward pass, and the gathered inputs of both halves again.
         total = self._ring(("tensor",), (11 + again[0]) * stream)
         if config.num_experts > 1:  # to the experts and back, in both passes
             total += self._ring(("expert",), (4 + again[1]) * stream * self._rows)
-        stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
+        stages = sizes["stage"]
+        at_once = config.num_layers_per_pipeline_stage
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
         # Between blocks each device along `tensor` has its part of the tokens. Rows are gathered and scattered over
         # stages before and after the layers, five times in all.
@@ -489,7 +501,8 @@ def flops_of_example(config: Config) -> float:
 
 def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]) -> float | None:
     """Send rate of a device in a ring along neighbouring mesh axes; None if unknown."""
-    ici, dcn = mesh.ici, mesh.dcn
+    ici = mesh.ici
+    dcn = mesh.dcn
     faster = MESH_AXES[max(map(MESH_AXES.index, axes)) + 1 :]
     return device.axis_bytes_per_second(
         math.prod(ici[axis] for axis in axes),
@@ -516,11 +529,16 @@ def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool) -> Iterator[Operation]:
     """The operations of a device's layers and of the head."""
-    layers, tensor = config.base_num_decoder_layers / sizes["stage"], sizes["tensor"]
-    heads, kv_heads = config.base_num_query_heads / tensor, config.base_num_kv_heads / tensor
-    queries, keys, values = heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.value_dim
+    layers = config.base_num_decoder_layers / sizes["stage"]
+    tensor = sizes["tensor"]
+    heads = config.base_num_query_heads / tensor
+    kv_heads = config.base_num_kv_heads / tensor
+    queries = heads * config.head_dim
+    keys = kv_heads * config.head_dim
+    values = kv_heads * config.value_dim
     # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
-    emb, norms = config.base_emb_dim, 14 if config.norm_placement == "both" else 10
+    emb = config.base_emb_dim
+    norms = 14 if config.norm_placement == "both" else 10
     gathers = 4 if tensor > 1 else 0
     # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
     headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
@@ -541,7 +559,8 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
         others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
         merged = ((queries, 15 * others), (keys + values, 14 * others))
         yield Operation("context", (), backward=2.2, apart=merged)
-    backward, adapted = 1 if config.lora_rank else 2, adapted_weights(config)
+    backward = 1 if config.lora_rank else 2
+    adapted = adapted_weights(config)
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
@@ -552,7 +571,9 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
                     yield from _matmul("", adapter, here, sizes, tokens, 2)
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
-    shard, stages, wide = config.vocab_size / tensor, sizes["stage"], 4 / BYTES[config.dtype]
+    shard = config.vocab_size / tensor
+    stages = sizes["stage"]
+    wide = 4 / BYTES[config.dtype]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
     times = stages * (1 + backward)
     arrays = ((shard, (with_matmuls + backward - 2) / times), (emb, 1 / stages))
@@ -566,7 +587,8 @@ def _matmul(
 ) -> Iterator[Operation]:
     """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
     axes = per_tensor_axes(weight.axes)
-    dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
+    dims = weight.sizes[len(weight.sizes) - len(axes) :]
+    cut = num_inputs(axes)
     into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
     out = math.prod(dims[cut:]) / _used(axes[cut:], sizes)
     name = path.rpartition("/")[2]

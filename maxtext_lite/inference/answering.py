@@ -201,7 +201,8 @@ def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Co
 
 
 def _length_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
-    positions, longest = config.trainable_position_size, max(map(len, prompts))
+    positions = config.trainable_position_size
+    longest = max(map(len, prompts))
     most = positions + 1 - longest  # the last token is not fed back
     if not positions or asked.max_new_tokens <= most:
         return []

@@ -121,7 +121,8 @@ def _scores(
         rows = objective.rows(batch, EVAL_BATCH_AXES)
         return objective.scores(forward(decoder, params, rows, config), rows)
 
-    score, params = jax.jit(scores_of), cast_once(decoder, params)
+    score = jax.jit(scores_of)
+    params = cast_once(decoder, params)
     shards = mesh.shape["fsdp"]
     examples_at_once = -(-rows_at_once // (objective.rows_per_example * shards)) * shards
     with jax.set_mesh(mesh):

@@ -119,7 +119,8 @@ def perplexity(scored: Sequence[Scored], texts: Sequence[str], unscored: Sequenc
     Args:
       unscored: parts of the texts that are not scored, whose bytes do not count.
     """
-    nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
+    nll = -sum(part.log_likelihood for part in scored)
+    tokens = sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
         "perplexity": _exp(nll / tokens),
@@ -147,7 +148,8 @@ def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) ->
         right_by_byte += max(range(count), key=by_byte.__getitem__) == question.answer
         answer = of_question[question.answer]
         greedy += answer.is_greedy
-        nll, tokens = nll - answer.log_likelihood, tokens + answer.num_tokens
+        nll -= answer.log_likelihood
+        tokens += answer.num_tokens
     number = len(questions)
     about = {"answer_perplexity": _exp(nll / tokens), "questions": number}
     if all(len(question.choices) == 1 for question in questions):

@@ -111,7 +111,8 @@ class Sampler:
     """A decoder with its parameters on a mesh, and the jitted functions that continue prompts."""
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
-        self._decoder, self._mesh = decoder, mesh
+        self._decoder = decoder
+        self._mesh = mesh
         self._params = cast_once(decoder, params)
         self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)

@@ -53,7 +53,8 @@ class Scorer:
     """
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh, *, rows_at_once: int):
-        self._decoder, self._mesh = decoder, mesh
+        self._decoder = decoder
+        self._mesh = mesh
         self._params = cast_once(decoder, params)
         shards = mesh.shape["fsdp"]
         self._rows = -(-rows_at_once // shards) * shards
@@ -99,7 +100,8 @@ def _row_scores(
     position_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     is_real_BT = position_BT < end_B[:, None] + decoder.shape.follows_length
     x_BTD = decoder.hidden(params, token_BT, is_real_BT.astype(jnp.int32), position_BT)
-    head, shape = decoder.output_head(params, x_BTD.dtype), decoder.shape
+    head = decoder.output_head(params, x_BTD.dtype)
+    shape = decoder.shape
     tiles = T // _TILE_TOKENS
     how = Readout(tiles, shape.final_soft_cap, multiplier=shape.logits_multiplier)
     nll_BT = token_losses(x_BTD, head, target_BT, how)
@@ -123,7 +125,8 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
         window has scored. At most length - 1.
     """
     token_T = np.asarray(tokens)  # the parts of an array share its memory
-    spans, scored = [], 1
+    spans = []
+    scored = 1
     while scored < len(tokens):
         begin = 0 if scored == 1 else scored + stride - length
         end = min(begin + length, len(tokens))
@@ -153,7 +156,9 @@ class TextScorer:
                 f"max_length={max_length} is more than the model's {positions} learned positions and one. "
                 f"Nearest that works: {positions + 1}."
             )
-        self._tokens, self._max_length, self._dtype = TextTokens.of(directory, config), max_length, config.dtype
+        self._tokens = TextTokens.of(directory, config)
+        self._max_length = max_length
+        self._dtype = config.dtype
         self._end_of_text_id = self._tokens.tokenizer.end_of_text_id
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
         if problems := mesh_problems(config, len(start_devices()), mesh):
@@ -234,7 +239,8 @@ class TextScorer:
         """The tokens of a continuation and, as far as they fit before it, of its context; at least one of these."""
         tokens, first = continued(self._encode_context, context, continuation)
         if first == 0:  # no context, and the tokenizer adds no first token
-            tokens, first = [self._end_of_text_id, *tokens], 1
+            tokens = [self._end_of_text_id, *tokens]
+            first = 1
         drop = max(min(len(tokens) - self._max_length, first - 1), 0)
         return Span(tokens[drop:], first - drop)
 

@@ -127,7 +127,8 @@ class StopText:
         text = self._held + piece
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
-            self.found, self._held = True, ""
+            self.found = True
+            self._held = ""
             return text[: min(places)]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
@@ -135,7 +136,8 @@ class StopText:
 
     def flush(self) -> str:
         """The text held back so far, at the end of the stream."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return "" if self.found else held
 
 
@@ -162,7 +164,9 @@ class WrittenText:
         stop_strings: Sequence[str],
         stand_ins: Mapping[int, str] | None = None,
     ) -> None:
-        self._stop, self._decoder, self._stand_ins = frozenset(stop_ids), decoder, stand_ins or {}
+        self._stop = frozenset(stop_ids)
+        self._decoder = decoder
+        self._stand_ins = stand_ins or {}
         self._until = StopText(stop_strings)
         self.ended = False
         self.text = ""

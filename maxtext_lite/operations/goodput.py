@@ -74,7 +74,8 @@ class GoodputHook(Hook):
 
     def _starts(self) -> list[Start]:
         """The earlier starts, and this one up to now."""
-        clock, last = self._clock, self._last_step
+        clock = self._clock
+        last = self._last_step
         seconds = {phase: round(each, 3) for phase, each in clock.seconds.items()}
         ended = clock.began + sum(clock.seconds.values())
         return [*self._earlier, Start(round(clock.began, 3), round(ended, 3), self._first_step, last, last, seconds)]

@@ -56,7 +56,8 @@ _QUICKLY_COMPILED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": 
 Eight-bit formats are checked as the step compiles them: without that timing, XLA gave twice the product of int8 on an
 H200."""
 _BLOCK = 128
-_MOST_EXPERTS, _MOST_WIDTH = 8, 1024
+_MOST_EXPERTS = 8
+_MOST_WIDTH = 1024
 
 Kernel = Callable[..., jax.Array]
 
@@ -98,7 +99,8 @@ def compare(kernel: Kernel, plain: Kernel, arrays: Sequence[jax.Array], least: f
     g = jax.random.normal(key, like.shape).astype(like.dtype) if like.ndim else None
     with jax.default_matmul_precision("highest"):
         right = with_gradients(plain, [x.astype(jnp.float32) for x in arrays], g)
-    found, rounded = with_gradients(kernel, arrays, g), with_gradients(plain, arrays, g)
+    found = with_gradients(kernel, arrays, g)
+    rounded = with_gradients(plain, arrays, g)
     return jnp.stack([
         jnp.stack([_error(a, exact), jnp.maximum(least, _TIMES_PLAIN * _error(b, exact))])
         for a, b, exact in zip(found, rounded, right, strict=True)
@@ -113,7 +115,8 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)))
         return x.reshape(len(x), -1, _BLOCK).sum(axis=-1)
 
-    of_right, of_difference = squares(right), squares(found.astype(jnp.float32) - right)
+    of_right = squares(right)
+    of_difference = squares(found.astype(jnp.float32) - right)
     mean = jnp.sqrt(jnp.mean(of_right))
     return jnp.max(jnp.sqrt(of_difference) / (jnp.sqrt(of_right) + mean / 10 + 1e-30))
 
@@ -193,7 +196,9 @@ def _pieces(parts: StepContext, chosen: Mapping[str, int]) -> Iterator[Piece]:
 
 def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piece:
     """The attention kernel in layers with this scoring. Results at padding are unused and not compared."""
-    N, H, W = shape.num_query_heads, shape.head_dim, shape.value_dim
+    N = shape.num_query_heads
+    H = shape.head_dim
+    W = shape.value_dim
     K = N if shape.latent else shape.num_kv_heads
     names = ("q", "k", "v", "sink")[: 4 if shape.sinks else 3]
 
@@ -212,7 +217,8 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
         return of_tokens(lambda q, k, v, *sink: attention(q, k, v, segment_BT, *sink, **how), segment_BT)
 
     def plain(rows: Rows) -> Kernel:
-        segment_BT, shards = rows["segments"], context_shards()
+        segment_BT = rows["segments"]
+        shards = context_shards()
         T = segment_BT.shape[1]
         place_T = np.arange(T) if shards == 1 else context_order(T, shards)
         how: Any = {"segment_BT": segment_BT, "place_T": place_T, "scoring": scoring}
@@ -230,7 +236,9 @@ def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Pi
     count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
     few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}
     experts = dataclasses.replace(experts, **few)
-    D, F, J = shape.emb_dim, experts.mlp_dim, experts.num_per_token
+    D = shape.emb_dim
+    F = experts.mlp_dim
+    J = experts.num_per_token
 
     def chosen(rows: Rows) -> jax.Array:
         segment_BT = rows["segments"]
@@ -238,8 +246,10 @@ def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Pi
         return jnp.where((segment_BT > 0)[..., None], jax.lax.top_k(score_BTE, J)[1], count)
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        keys, tokens = jax.random.split(key, 5), rows["segments"].shape
-        inwards, outwards = ("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")
+        keys = jax.random.split(key, 5)
+        tokens = rows["segments"].shape
+        inwards = ("experts", "expert_embed", "mlp")
+        outwards = ("experts", "mlp", "expert_embed")
         return [
             _normal(keys[0], ("batch", "length", None), (*tokens, D), shape.dtype),
             _normal(keys[1], ("batch", "length", None), (*tokens, J), jnp.float32),
@@ -263,7 +273,9 @@ def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Pi
 
 def projection_piece(shape: DecoderShape, least: float) -> Piece:
     """A matmul with a layer's weight in the run's eight-bit format."""
-    axes, D, F = ("embed", "mlp"), shape.emb_dim, shape.mlp_dim
+    axes = ("embed", "mlp")
+    D = shape.emb_dim
+    F = shape.mlp_dim
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
         of_x, of_weight = jax.random.split(key)
@@ -279,8 +291,10 @@ def projection_piece(shape: DecoderShape, least: float) -> Piece:
 
 def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, least: float) -> Piece:
     """The loss in `num_tiles` tiles of the tokens, for hidden states of at most 1024 dims."""
-    D, V = min(shape.emb_dim, _MOST_WIDTH), shape.vocab_size
-    cap, multiplier = shape.final_soft_cap, shape.logits_multiplier
+    D = min(shape.emb_dim, _MOST_WIDTH)
+    V = shape.vocab_size
+    cap = shape.final_soft_cap
+    multiplier = shape.logits_multiplier
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
         of_x, of_head = jax.random.split(key)

@@ -28,7 +28,8 @@ def plain_attention(
     Args:
       place_T: each token's place in its example.
     """
-    (B, T, N, H), place_T = q_BTNH.shape, jnp.asarray(place_T)
+    B, T, N, H = q_BTNH.shape
+    place_T = jnp.asarray(place_T)
     k_BSNH, v_BSNW = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKW))
     count = next(count for count in range(min(T, _MOST_QUERIES), 0, -1) if T % count == 0)
 

@@ -19,7 +19,8 @@ from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, step_gradients
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
-_TEXT_TOKENS, _TEXT_LETTERS = 256, 400
+_TEXT_TOKENS = 256
+_TEXT_LETTERS = 400
 
 
 @dataclass(frozen=True)
