@@ -260,15 +260,18 @@ def parameter_layouts(params: Tree, axes_tree: Tree, local: LocalUpdates | None)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
     for (path, leaf), axes in zip(leaves, all_axes, strict=True):
-        spec = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in leaf.sharding.spec]
         sizes = leaf.sharding.mesh.shape
-        split = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in spec)
+        split: list[tuple[str, ...]] = []
+        for entry in leaf.sharding.spec:
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            split.append(tuple(axis for axis in names if sizes[axis] > 1))
+        split += [()] * (leaf.ndim - len(split))
         yield ParameterLayout(
             name=".".join(str(entry.key) for entry in path),
             shape=tuple(leaf.shape),
             dtype=str(leaf.dtype),
             axes=(("replica",) if local else ()) + tuple(axes),
-            partition_spec=split + ((),) * (leaf.ndim - len(split)),
+            partition_spec=tuple(split),
             bytes_per_device=bytes_per_device(leaf),
         )
 

@@ -392,7 +392,8 @@ class StepModel:
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie: as
         # compiled, 10 reads and writes on a GPU. A TPU keeps half of these arrays on the chip.
-        gathered += (4 if self._on_tpu else 10) * runs * self._weights if shape.num_repeats > 1 else 0
+        if shape.num_repeats > 1:
+            gathered += (4 if self._on_tpu else 10) * runs * self._weights
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
         sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
         blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
@@ -541,7 +542,9 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     norms = 14 if config.norm_placement == "both" else 10
     gathers = 4 if tensor > 1 else 0
     # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
-    headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
+    headed = 2
+    if config.qk_norm != "none":
+        headed += 4 if on_tpu else 1
     layers_of = model_shape(config).layers_of
     attending = len(layers_of.get("attention", ())) / sizes["stage"]
     streams = (emb / tensor, norms * layers), (emb, gathers * layers)

@@ -114,7 +114,8 @@ class Prometheus(Tracker):
         import prometheus_client as client
 
         self._client: Any = client
-        self._registry, self._run_name = client.CollectorRegistry(), run_name
+        self._registry = client.CollectorRegistry()
+        self._run_name = run_name
         self._gauges: dict[str, Any] = {}
         self._server, self._thread = client.start_http_server(port, addr=host, registry=self._registry)
 

@@ -98,7 +98,8 @@ def open_trackers(
                     opened.append(service(importlib.import_module(name), config, directory, say))
             closing.callback(opened[-1].close)
         if config.prometheus_port:
-            host, port = config.prometheus_host, config.prometheus_port
+            host = config.prometheus_host
+            port = config.prometheus_port
             with _refused(f"prometheus_host={value_text(host)} with prometheus_port={port}"):
                 opened.append(resolve(f"{_SERVICES}:Prometheus")(host, port, config.run_name))
         closing.pop_all()
