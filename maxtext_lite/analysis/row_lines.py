@@ -41,7 +41,7 @@ def row_of(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, 
     """The tokens of a row, without padding.
 
     Args:
-      arrays: the row's, as from `rows.build_row`.
+      arrays: the row's, as from `Rows.build`.
     Returns:
       Lists of equal length: `ids`; `tokens`, as the vocabulary spells them; `weights`, the loss weight of each token as
       a target; `segments`, from 1. The last token of a segment is a target only, if it has a weight.

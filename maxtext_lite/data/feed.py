@@ -180,7 +180,7 @@ class Load(NamedTuple):
     Attributes:
       example_ids: of the whole step, over all hosts and loads.
       micro_batches: of each row that this host has read; `places`: its index among the host's slots. int64 [n].
-      rows: the fields of `rows.build_row`, [n, T].
+      rows: the fields of `Rows.build`, [n, T].
       attention_imbalance: as in DeviceBatch.
     """
 

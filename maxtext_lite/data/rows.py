@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,49 +69,22 @@ class Documents(NamedTuple):
     padding: np.ndarray
 
 
-class _Stretches:
-    """Rows of one stretch of the stream each, in its order."""
+class Stretches(NamedTuple):
+    """Stretches of the stream that are the inputs of some rows, those of a row one after the other.
 
-    document_starts: np.ndarray
-    num_tokens: int
+    Attributes:
+      starts: where each starts in the stream; int64.
+      slots: its inputs; int64.
+      owners: index of its row among the requested rows; int64.
+    """
 
-    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Stream position of each row's first input, and the one after its last."""
-        raise NotImplementedError
-
-    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """A row, as `build_row` describes it."""
-        start, stop = np.concatenate(self.spans(np.array([row]))).tolist()
-        return build_row(stream, self.document_starts, start=start, stop=stop, num_tokens=self.num_tokens)
-
-    def count_targets(self, rows: np.ndarray) -> int:
-        """Target tokens of these rows; repeated rows count repeatedly."""
-        starts, stops = self.spans(rows)
-        return int(count_targets(self.document_starts, start=starts, stop=stops).sum())
-
-    def count_targets_between(self, first: int, stop: int) -> int:
-        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
-        starts, stops = self.spans(np.array([first, stop - 1]))
-        return int(count_targets(self.document_starts, start=starts[0], stop=stops[1]))
-
-    def documents(self, rows: np.ndarray) -> Documents:
-        """The documents in these rows, without reading a token."""
-        starts, stops = self.spans(rows)
-        document_starts = np.asarray(self.document_starts)
-        # The document in which each row begins, and those that begin later in it.
-        first = document_starts.searchsorted(starts, side="right")
-        last = document_starts.searchsorted(stops)
-        within, owners = ranges(first, last - first)
-        begun = np.minimum(document_starts[first], stops) - starts
-        later = np.minimum(document_starts[within + 1], stops[owners]) - document_starts[within]
-        lengths = np.concatenate([begun, later])
-        owners = np.concatenate([np.arange(len(rows)), owners])
-        return with_padding(lengths, owners, len(rows), self.num_tokens)
+    starts: np.ndarray
+    slots: np.ndarray
+    owners: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedRows(_Stretches):
-    """Rows cut from the stream every `num_tokens` tokens; documents may share a row, and the last row is padded.
+class Rows:
+    """Rows of a stream; picklable.
 
     Attributes:
       document_starts: where each document starts in the stream, then the stream's length; int64, increasing.
@@ -122,21 +95,113 @@ class PackedRows(_Stretches):
     num_tokens: int
 
     def __len__(self) -> int:
-        # The stream's last token has no target, so it does not make a row by itself.
-        return -(-(int(self.document_starts[-1]) - 1) // self.num_tokens) if len(self.document_starts) > 1 else 0
+        raise NotImplementedError
 
-    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Stream position of each row's first input, and the one after its last."""
-        starts = rows * self.num_tokens
-        return starts, np.minimum(starts + self.num_tokens, self.document_starts[-1])
+    def stretches(self, rows: np.ndarray) -> Stretches:
+        """The stretches of these rows."""
+        raise NotImplementedError
+
+    def stretches_of_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and slots of one row's stretches."""
+        starts, slots, _ = self.stretches(np.array([row]))
+        return starts, slots
+
+    def build(self, stream: TokenStream, row: int) -> Arrays:
+        """The example of a row: its stretches, each of one or several documents, padded at the end.
+
+        Returns:
+          Arrays [num_tokens]. `tokens`; `targets`, the next token of the same document, or 0; `segments`, the number of
+          the document within the row, from 1, 0 for padding; `positions`, from 0 in each segment, 0 for padding; all
+          int32. `weights`, float32: 1 where there is a target, 0 on end-of-text and padding.
+        Raises:
+          UserError: the rows do not belong to this stream.
+        """
+        example = empty_row(self.num_tokens)
+        tokens, targets, segments, positions, weights = example.values()
+        places = _places(self.num_tokens)
+        document_starts = np.asarray(self.document_starts)
+        starts, slots = self.stretches_of_row(row)
+        # Documents that start after the first token; one that starts at the end only ends the document before it.
+        firsts, lasts = document_starts.searchsorted((starts, starts + slots), side="right")
+        used = 0
+        segment = 0
+        parts = zip(starts.tolist(), slots.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+        for start, count, first, last in parts:
+            end = used + count
+            is_sound = used < end <= self.num_tokens
+            read = stream[start : start + count * is_sound + 1]  # one token short if the stretch ends with the stream
+            if not is_sound or len(read) < count:
+                raise UserError(f"the index of row {row} is damaged{self.place}.")
+            tokens[used:end] = read[:count]
+            targets[used : used + len(read) - 1] = read[1:]
+            weights[used:end] = 1.0
+            bounds = [used, end]
+            if first < last:
+                begun = document_starts[first:last] - start + used
+                targets[begun - 1] = 0
+                weights[begun - 1] = 0.0
+                bounds[1:1] = begun[begun < end].tolist()
+            for begin, stop in itertools.pairwise(bounds):
+                segment += 1
+                segments[begin:stop] = segment
+                positions[begin:stop] = places[: stop - begin]
+            used = end
+        return example
+
+    @property
+    def place(self) -> str:
+        """How to remake a damaged index of the rows, a clause; "" where there is none in files."""
+        return ""
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Target tokens of these rows; repeated rows count repeatedly."""
+        starts, slots, _ = self.stretches(rows)
+        return int(_targets_between(self.document_starts, starts, starts + slots).sum())
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
+        starts, slots, _ = self.stretches(np.array([first, stop - 1]))
+        return int(_targets_between(self.document_starts, starts[0], starts[1] + slots[1]))
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """The documents in these rows, without reading a token; one that is cut counts as its parts."""
+        starts, slots, owners = self.stretches(rows)
+        stops = starts + slots
+        document_starts = np.asarray(self.document_starts)
+        # The document in which each stretch begins, and those that begin later in it.
+        first = document_starts.searchsorted(starts, side="right")
+        last = document_starts.searchsorted(stops)
+        within, places = ranges(first, last - first)
+        begun = np.minimum(document_starts[first], stops) - starts
+        later = np.minimum(document_starts[within + 1], stops[places]) - document_starts[within]
+        lengths = np.concatenate([begun, later])
+        return with_padding(lengths, np.concatenate([owners, owners[places]]), len(rows), self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentRows(_Stretches):
+class PackedRows(Rows):
+    """Rows cut from the stream every `num_tokens` tokens; documents may share a row, and the last row is padded."""
+
+    document_starts: np.ndarray
+    num_tokens: int
+
+    def __len__(self) -> int:
+        # The stream's last token has no target, so it does not make a row by itself.
+        inputs = max(int(self.document_starts[-1]) - 1, 0)
+        return -(-inputs // self.num_tokens)
+
+    def stretches(self, rows: np.ndarray) -> Stretches:
+        """One for each row."""
+        starts = rows * self.num_tokens
+        slots = np.minimum(self.num_tokens, self.document_starts[-1] - starts)
+        return Stretches(starts, slots, np.arange(len(rows)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRows(Rows):
     """Rows of one document each: a document starts a row and continues in further rows; the rest is padding.
 
     Attributes:
-      document_starts, num_tokens: as in `PackedRows`.
       first_rows: the first row of each document, then the number of rows; int64.
     """
 
@@ -147,63 +212,95 @@ class DocumentRows(_Stretches):
     def __len__(self) -> int:
         return int(self.first_rows[-1])
 
-    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Stream position of each row's first input, and the one after its last."""
+    def stretches(self, rows: np.ndarray) -> Stretches:
+        """One for each row."""
         first_rows = np.asarray(self.first_rows)
         document_starts = np.asarray(self.document_starts)
         documents = np.searchsorted(first_rows, rows, side="right") - 1
         starts = document_starts[documents] + (rows - first_rows[documents]) * self.num_tokens
-        return starts, np.minimum(starts + self.num_tokens, document_starts[documents + 1])
+        slots = np.minimum(self.num_tokens, document_starts[documents + 1] - starts)
+        return Stretches(starts, slots, np.arange(len(rows)))
 
 
-def build_row(
-    stream: TokenStream, document_starts: np.ndarray, *, start: int, stop: int, num_tokens: int
-) -> dict[str, np.ndarray]:
-    """The example whose inputs are stream[start:stop], padded at the end to `num_tokens`.
+@dataclasses.dataclass(frozen=True)
+class BestFitRows(Rows):
+    """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
 
-    Args:
-      stream: token ids of all documents, each followed by its end-of-text token.
-      document_starts: as in `PackedRows`.
-    Returns:
-      Arrays [num_tokens]. `tokens`; `targets`, the next token of the same document, or 0; `segments`, the number of the
-      document within the row, from 1, 0 for padding; `positions`, from 0 in each segment, 0 for padding; all int32.
-      `weights`, float32: 1 where there is a target, 0 on end-of-text and padding.
+    A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
+    own, and its remainder is fitted in like a document.
+
+    Attributes:
+      starts: where each piece starts in the stream; row by row, and in stream order within a row; int64 [pieces].
+      slots_before: slots of all pieces before each one, then those of all; int64 [pieces + 1].
+      first_pieces: the first piece of each row, then the number of pieces; int64 [rows + 1].
+      cut_documents: documents in more than one piece.
     """
-    used = stop - start
-    tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
-    weights = np.zeros(num_tokens, np.float32)
-    read = stream[start : stop + 1]  # one token short if the row ends with the stream
-    tokens[:used] = read[:used]
-    targets[: len(read) - 1] = read[1:]
-    weights[:used] = 1.0
 
-    # Documents that start after the row's first token; one that starts at `stop` only ends the document before it.
-    document_starts = np.asarray(document_starts)
-    first, last = document_starts.searchsorted((start, stop), side="right")
-    starts = document_starts[first:last] - start
-    targets[starts - 1] = 0
-    weights[starts - 1] = 0.0
-    bounds = [0, *starts[starts < used].tolist(), used]
-    places = _places(num_tokens)
-    for segment, (begin, end) in enumerate(itertools.pairwise(bounds), start=1):
-        segments[begin:end] = segment
-        positions[begin:end] = places[: end - begin]
-    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+    document_starts: np.ndarray
+    num_tokens: int
+    starts: np.ndarray
+    slots_before: np.ndarray
+    first_pieces: np.ndarray
+    cut_documents: int
+
+    def __len__(self) -> int:
+        return len(self.first_pieces) - 1
+
+    @property
+    def note(self) -> str:
+        """The share of padding, and the documents that are cut."""
+        share = int(self.slots_before[-1]) / max(len(self) * self.num_tokens, 1)
+        return (
+            f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
+            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
+        )
+
+    @property
+    def place(self) -> str:
+        """How to remake the index, if it is in files."""
+        file = self.starts.filename if isinstance(self.starts, np.memmap) else None
+        return f": delete {Path(file).parent}" if file else ""
+
+    def stretches(self, rows: np.ndarray) -> Stretches:
+        """The pieces of each row."""
+        first_pieces = np.asarray(self.first_pieces)
+        slots_before = np.asarray(self.slots_before)
+        pieces, owners = ranges(first_pieces[rows], first_pieces[rows + 1] - first_pieces[rows])
+        return Stretches(np.asarray(self.starts)[pieces], slots_before[pieces + 1] - slots_before[pieces], owners)
+
+    def stretches_of_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and slots of one row's pieces, faster than `stretches`."""
+        first, stop = self.first_pieces[row : row + 2].tolist()
+        return np.asarray(self.starts[first:stop]), np.diff(np.asarray(self.slots_before[first : stop + 1]))
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Target tokens of these rows, in which every input has one; repeated rows count repeatedly."""
+        return int(self.stretches(rows).slots.sum())
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """Target tokens of rows `first` to `stop - 1`."""
+        return int(self.slots_before[self.first_pieces[stop]] - self.slots_before[self.first_pieces[first]])
 
 
-def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num_tokens: int) -> dict[str, np.ndarray]:
+def empty_row(num_tokens: int) -> Arrays:
+    """The arrays of FIELDS, all 0."""
+    integers = np.zeros((len(FIELDS) - 1, num_tokens), np.int32)
+    return dict(zip(FIELDS, (*integers, np.zeros(num_tokens, np.float32)), strict=True))
+
+
+def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num_tokens: int) -> Arrays:
     """The example of whole sequences, each a segment, padded at the end to `num_tokens`.
 
     Args:
       sequences: the token ids of each sequence, all but the last of which are inputs; and the weights of its targets,
         all but the first.
     Returns:
-      Arrays as of `build_row`.
+      Arrays as of `Rows.build`.
     """
-    tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
-    weights = np.zeros(num_tokens, np.float32)
-    used = 0
+    example = empty_row(num_tokens)
+    tokens, targets, segments, positions, weights = example.values()
     places = _places(num_tokens)
+    used = 0
     for segment, (token_ids, target_weights) in enumerate(sequences, start=1):
         slots = len(token_ids) - 1
         here = slice(used, used + slots)
@@ -213,7 +310,7 @@ def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num
         segments[here] = segment
         positions[here] = places[:slots]
         used += slots
-    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+    return example
 
 
 @functools.lru_cache(maxsize=4)
@@ -221,11 +318,11 @@ def _places(num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens, dtype=np.int32)
 
 
-def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
-    """Target tokens of the inputs stream[start:stop], or of each of several: all except the last of each document."""
+def _targets_between(document_starts: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Target tokens of each stretch of inputs: all except the last of each document."""
     next_starts = np.asarray(document_starts)[1:]
-    ends = np.searchsorted(next_starts, stop, side="right") - np.searchsorted(next_starts, start, side="right")
-    return np.asarray(stop - start - ends)
+    ended = next_starts.searchsorted(stop, side="right") - next_starts.searchsorted(start, side="right")
+    return stop - start - ended
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -305,79 +402,6 @@ _WINDOW_TOKENS = 2**27  # at most, unless a single document has more
 _DOCUMENTS_AT_A_TIME = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class BestFitRows:
-    """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
-
-    A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
-    own, and its remainder is fitted in like a document.
-
-    Attributes:
-      starts: where each piece starts in the stream; row by row, and in stream order within a row; int64 [pieces].
-      slots_before: slots of all pieces before each one, then those of all; int64 [pieces + 1].
-      first_pieces: the first piece of each row, then the number of pieces; int64 [rows + 1].
-      num_tokens: slots of a row.
-      cut_documents: documents in more than one piece.
-    """
-
-    starts: np.ndarray
-    slots_before: np.ndarray
-    first_pieces: np.ndarray
-    num_tokens: int
-    cut_documents: int
-
-    def __len__(self) -> int:
-        return len(self.first_pieces) - 1
-
-    @property
-    def note(self) -> str:
-        """The share of padding, and the documents that are cut."""
-        share = int(self.slots_before[-1]) / max(len(self) * self.num_tokens, 1)
-        return (
-            f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
-            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
-        )
-
-    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """A row, as `rows.build_row` describes it; each piece is a segment, and every used slot has a target.
-
-        Raises:
-          UserError: the index does not belong to this stream.
-        """
-        first, stop = self.first_pieces[row : row + 2].tolist()
-        slots = np.diff(self.slots_before[first : stop + 1]).tolist()
-        pieces = zip(self.starts[first:stop].tolist(), slots, strict=True)
-        read_all = [stream[start : start + count + 1] for start, count in pieces]
-        if not 0 < sum(map(len, read_all)) - len(slots) == sum(slots) <= self.num_tokens:
-            raise UserError(f"the index of row {row} is damaged{_where(self.starts)}.")
-        return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
-
-    def count_targets(self, rows: np.ndarray) -> int:
-        """Target tokens of these rows; repeated rows count repeatedly."""
-        first_pieces = np.asarray(self.first_pieces)
-        slots_before = np.asarray(self.slots_before)
-        return int((slots_before[first_pieces[rows + 1]] - slots_before[first_pieces[rows]]).sum())
-
-    def count_targets_between(self, first: int, stop: int) -> int:
-        """Target tokens of rows `first` to `stop - 1`."""
-        return int(self.slots_before[self.first_pieces[stop]] - self.slots_before[self.first_pieces[first]])
-
-    def documents(self, rows: np.ndarray) -> Documents:
-        """The documents in these rows; one that is cut counts as its pieces."""
-        first_pieces = np.asarray(self.first_pieces)
-        slots_before = np.asarray(self.slots_before)
-        pieces, owners = ranges(first_pieces[rows], first_pieces[rows + 1] - first_pieces[rows])
-        return with_padding(slots_before[pieces + 1] - slots_before[pieces], owners, len(rows), self.num_tokens)
-
-
-Rows: TypeAlias = PackedRows | DocumentRows | BestFitRows
-"""The stretches of a stream that make up each row; picklable."""
-
-
-def _where(numbers: np.ndarray) -> str:
-    return f": delete {Path(numbers.filename).parent}" if isinstance(numbers, np.memmap) and numbers.filename else ""
-
-
 def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, place: IndexPlace | None = None) -> Rows:
     """The rows of a stream.
 
@@ -392,7 +416,8 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
         return DocumentRows(document_starts, num_tokens, first_rows)
     fitted = stored_arrays(place, f"fitted-{num_tokens}", _fitted_windows(document_starts, num_tokens))
     starts, slots_before, first_pieces, cut_documents = fitted
-    return BestFitRows(starts, slots_before, first_pieces, num_tokens, int(cut_documents.sum()))
+    cut = int(cut_documents.sum())
+    return BestFitRows(document_starts, num_tokens, starts, slots_before, first_pieces, cut)
 
 
 def _first_rows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Arrays]:

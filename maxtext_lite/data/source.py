@@ -42,7 +42,7 @@ class Examples(Protocol):
 
 
 class ExampleSource:
-    """A picklable sequence of examples, each as `rows.build_row` describes it; the base of all sources.
+    """A picklable sequence of examples, each as `Rows.build` describes it; the base of all sources.
 
     Attributes:
       fingerprint: equal for sources with the same examples in the same order, wherever their files are; a string.

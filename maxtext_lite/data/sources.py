@@ -210,7 +210,7 @@ class TextSource(ExampleSource):
         return self.num_rows
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example: see `rows.build_row`. Raises IndexError outside [0, len)."""
+        """One example: see `Rows.build`. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_rows)
         return self.row_layout.build(self.stream, self.first_row + example_id)
 
@@ -268,7 +268,7 @@ class SyntheticSource(ExampleSource):
         return self.num_examples
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example, as `rows.build_row` describes it. Raises IndexError outside [0, len)."""
+        """One example, as `Rows.build` describes it. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_examples)
         generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
         drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)

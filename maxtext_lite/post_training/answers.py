@@ -77,7 +77,7 @@ class Sequences:
         return tuple(self.token_ids[first : end + 1].tolist())
 
     def row(self, numbers: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
-        """The row of these sequences, in this order, with the fields of `rows.build_row`."""
+        """The row of these sequences, in this order, with the fields of `Rows.build`."""
         parts = [slice(*self.starts[number : number + 2].tolist()) for number in numbers.tolist()]
         return segments_row([(self.token_ids[part], self.is_answer[part][1:]) for part in parts], num_tokens)
 
@@ -149,7 +149,7 @@ class AnswerSource(ExampleSource):
         return len(self.rows)
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example: see `rows.build_row`. Raises IndexError outside [0, len)."""
+        """One example: see `Rows.build`. Raises IndexError outside [0, len)."""
         check_id(example_id, len(self))
         rows = [self._row(column, self.rows.of(example_id)) for column in range(len(self.columns))]
         return {name: np.concatenate([row[name] for row in rows]) for name in self.fields}
