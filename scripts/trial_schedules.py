@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Trials of batch schedules: random stages, up and down, planned and run on random machines, resumed on others.
 
-  python scripts/trial_schedules.py --plans 200 --runs 12
+  python scripts/trial_schedules.py --plans 200 --runs 12 --moves 20
 
 Every plan: batches, positions and learning rates are those of a replay in exact and float64 arithmetic, step by step,
-also after a resume at each machine. Every run: the same, and the losses are those of an unbroken run. Exit code 1 where
-something is not as it should be.
+also after a resume at each machine. Every run: the same, and the losses are those of an unbroken run. Every move: a run
+whose batches follow from its devices keeps them elsewhere, in its plan and (every fifth) when it resumes there.
+Exit code 1 where something is not as it should be.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
-from maxtext_lite.batching import BatchPlan, make_plan, resumed
-from maxtext_lite.config import Config, load_config
+from maxtext_lite.batching import BatchPlan, keep_batches, make_plan, resumed
+from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.data.order import example_ids, examples_hash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -230,8 +231,12 @@ Run = Callable[[Path, str, list[str], Machine], None]
 
 def run_processes(folder: Path, name: str, words: list[str], machine: Machine) -> None:
     """The run as a process for each host."""
-    arguments = ["-m", "maxtext_lite.train", *words, *machine.words, f"run_name={name}"]
-    processes = started(folder, lambda _: arguments, count=machine.hosts, devices=machine.devices // machine.hosts)
+    _train(folder, [*words, *machine.words, f"run_name={name}"], machine.devices, machine.hosts)
+
+
+def _train(folder: Path, words: list[str], devices: int, hosts: int = 1) -> None:
+    arguments = ["-m", "maxtext_lite.train", *words]
+    processes = started(folder, lambda _: arguments, count=hosts, devices=devices // hosts)
     codes = [process.wait() for process in processes]
     if any(codes):
         raise RuntimeError(f"{' '.join(arguments)}\n{(folder / 'log0').read_text()}")
@@ -296,11 +301,97 @@ def _num_examples(lines: list[dict[str, float]]) -> int:
     return round(lines[0]["examples_seen"] / lines[0]["epoch"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A run whose batches follow from its devices, and the devices on which it resumes."""
+
+    words: tuple[str, ...]
+    before: int
+    after: int
+
+    @property
+    def per_device(self) -> Fraction:
+        """The most examples of a device."""
+        return load_config(None, self.words).per_device_batch_size
+
+
+def draw_move(rng: random.Random) -> Move:
+    """A plain batch, a ramp in either mode, or a schedule by accumulation."""
+    before, after = rng.sample([1, 2, 3, 4, 6, 8], 2)
+    per_device = rng.choice([1, 2, 3, 4]) if rng.random() < 0.7 else Fraction(rng.choice([1, 3]), before)
+    accumulation = rng.choice([1, 2, 4])
+    kind = rng.choice(["plain", "ramp", "ramp by accumulation", "schedule"])
+    words = [f"per_device_batch_size={per_device}", f"gradient_accumulation_steps={accumulation}"]
+    if kind.startswith("ramp"):
+        unit = Fraction(per_device) / accumulation
+        mode = "gradient_accumulation_steps"
+        if kind == "ramp":
+            unit = Fraction(1, before)
+            mode = "per_device_batch_size"
+        if unit == per_device:
+            return draw_move(rng)
+        words += ["enable_rampup_batch_size=true", f"rampup_mode={mode}", f"global_rampup_samples={rng.randint(1, 90)}"]
+        words += [f"per_device_batch_size_start={unit}", f"per_device_batch_size_increment={per_device - unit}"]
+    elif kind == "schedule":
+        micro = int(per_device * before)
+        stages = [[0, micro * rng.randint(1, 4)], [rng.randint(1, 60), micro * rng.randint(1, 4)]]
+        words = [words[0], f"batch_schedule={stages}", "rampup_mode=gradient_accumulation_steps"]
+    words += [*MODEL[:-1], "ici_data_parallelism=-1", "ici_fsdp_parallelism=1", "warmup_steps=1", "packing=false"]
+    return Move(tuple(words), before, after)
+
+
+def check_move(move: Move) -> list[str]:
+    """What is wrong with the plan of a run that has moved."""
+    config = load_config(None, move.words)
+    old = make_plan(config, num_devices=move.before)
+    batches = [(stage.threshold, stage.global_batch_to_train) for stage in old.stages]
+    most = move.per_device * move.after
+    try:
+        kept = keep_batches(config, batches, move.after)
+    except UserError as error:
+        return [] if most < 1 else [str(error)]
+    new = make_plan(kept, num_devices=move.after)
+    wrong: list[str] = []
+    seen = 0
+    for _ in range(30):
+        if new.length.step_examples(seen) != old.length.step_examples(seen):
+            wrong.append(f"after {seen} examples: {new.length.step_examples(seen)}")
+        seen += old.length.step_examples(seen)
+    for stage in new.stages:
+        micro = stage.per_device_batch_size * move.after
+        is_whole = micro.denominator == 1 and micro * stage.gradient_accumulation_steps == stage.global_batch_to_train
+        if micro > most or not is_whole:
+            wrong.append(f"{stage.global_batch_to_train} = {micro} x {stage.gradient_accumulation_steps} of {most}")
+    return wrong
+
+
+def check_resume(move: Move, folder: Path) -> list[str]:
+    """What is wrong with a run that resumes after the move: its steps are those of one that has stayed."""
+    words = [*move.words, "dataset_type=synthetic", "matmul_precision=highest", f"base_output_directory={folder}"]
+    words += ["eval_interval=-1", "checkpoint_period=4", "max_num_checkpoints_to_keep=9", "steps=6"]
+    _train(folder, [*words, "run_name=stayed"], move.before)
+    shutil.copytree(folder / "stayed", folder / "moved")
+    shutil.rmtree(folder / "moved" / "checkpoints" / "6")
+    _train(folder, [*words, "run_name=moved"], move.after)
+    wrong: list[str] = []
+    for one, other in zip(_metrics(folder / "stayed"), _metrics(folder / "moved"), strict=True):
+        same = ("examples_hash", "global_batch_to_train", "examples_seen")
+        if [one[key] for key in same] != [other[key] for key in same]:
+            wrong.append(f"step {one['step']}: {[other[key] for key in same]}")
+        if not math.isclose(one["loss"], other["loss"], rel_tol=LOSS_TOLERANCE):
+            wrong.append(f"step {one['step']}: loss {other['loss']}, not {one['loss']}")
+    about = json.loads((folder / "moved" / "plan.json").read_text())
+    if about["resumed"]["before"]["num_devices"] != move.before or about["num_devices"] != move.after:
+        wrong.append(f"plan.json has {about['resumed']} on {about['num_devices']} devices")
+    return wrong
+
+
 def main() -> int:
     """Draws and checks; returns 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--moves", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     wrong = 0
@@ -323,6 +414,24 @@ def main() -> int:
             sep="\n  ",
             flush=True,
         )
+    kept = 0
+    for number in range(asked.moves):
+        move = draw_move(random.Random(f"{asked.seed} move {number}"))
+        problems = check_move(move)
+        is_run = number % 5 == 0 and move.per_device * move.after >= 1
+        if is_run and not problems:
+            with tempfile.TemporaryDirectory() as folder:
+                problems = check_resume(move, Path(folder))
+        wrong += bool(problems)
+        kept += move.per_device * move.after >= 1
+        state = "WRONG" if problems else "right"
+        words = " ".join(move.words[:3])
+        print(
+            f"{state} move {number}: {words} from {move.before} to {move.after}{' (run)' * is_run}",
+            *problems,
+            sep="\n  ",
+        )
+    print(f"{asked.moves} moves: {kept} kept the batches, the others are refused", flush=True)
     return int(wrong > 0)
 
 

@@ -22,7 +22,7 @@ from maxtext_lite.batching.plan import (
     row_slots,
     scaled_optimizer,
 )
-from maxtext_lite.batching.schedule import BatchStage, RampupBatchManager, RunLength
+from maxtext_lite.batching.schedule import BatchStage, RampupBatchManager, RunLength, keep_batches
 from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
@@ -41,6 +41,7 @@ __all__ = [
     "flops_of_documents",
     "flops_per_example",
     "format_plan",
+    "keep_batches",
     "load_plan",
     "make_plan",
     "plan_batch",

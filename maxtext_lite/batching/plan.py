@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import MemoryEstimate
@@ -96,6 +96,7 @@ class BatchPlan(Batch):
         this and the fields below.
       memory: of a step on one device, where it is estimated.
       pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
+      before: how the batch was split before this start, where it resumed and was split differently.
       warnings: what works but is probably a mistake.
     """
 
@@ -124,6 +125,7 @@ class BatchPlan(Batch):
     flops_per_example: float = 0.0
     memory: MemoryEstimate = field(default_factory=lambda: MemoryEstimate((), None))
     pipeline_schedules: Mapping[Schedule, ScheduleCost] = field(default_factory=dict[Schedule, ScheduleCost])
+    before: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
     @cached_property
@@ -214,6 +216,12 @@ class BatchPlan(Batch):
     def stages(self) -> tuple[BatchStage, ...]:
         """All stages of the run, the target's last; a single one without a ramp."""
         return self.length.stages
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """The target batch and its split, as in plan.json."""
+        names = ("num_devices", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_to_train")
+        return {name: json_number(getattr(self, name)) for name in names}
 
     @property
     def most_micro_batches(self) -> int:
@@ -339,6 +347,8 @@ class BatchPlan(Batch):
             resumed: dict[str, object] = {"step": step, "examples_seen": examples_seen}
             if self.rampup is not None:
                 resumed["stages_ahead"] = [stage.to_json() for stage in self.length.stages_ahead]
+            if self.before is not None:
+                resumed["before"] = dict(self.before)
             found["resumed"] = resumed
         found["warnings"] = list(self.warnings)
         return found
@@ -585,13 +595,17 @@ def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memor
     return replace(plan, flops_per_example=flops, memory=memory, pipeline_schedules=costs)
 
 
-def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
+def resumed(
+    config: Config, plan: BatchPlan, *, step: int, examples_seen: int, before: Mapping[str, Any] | None = None
+) -> BatchPlan:
     """The plan of a run's start after `step` steps that consumed `examples_seen` examples: its length is the run's.
 
     Args:
       plan: of the same config, machine and data.
+      before: the `split` of the start before it; None: unknown.
     """
-    after = replace(plan, length=replace(plan.length, done=(step, examples_seen)))
+    before = None if before == plan.split else before
+    after = replace(plan, length=replace(plan.length, done=(step, examples_seen)), before=before)
     of_length = tuple(_length_warnings(config, plan))
     others = (warning for warning in plan.warnings if warning not in of_length)
     return replace(after, warnings=(*others, *_length_warnings(config, after)))

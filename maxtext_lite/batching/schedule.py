@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from maxtext_lite.batching.batch import Batch, split_stage
+from maxtext_lite.batching.batch import Batch, derive_batch, split_stage
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, counted, number_text, refuse, short_text
+from maxtext_lite.config.errors import Refusal, UserError, counted, number_text, refuse, short_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 from maxtext_lite.config.types import MOST_STAGES
 
@@ -226,6 +226,44 @@ def make_rampup(config: Config, batch: Batch | None, num_devices: int) -> Rampup
             return split
         batches.append((-(-threshold // unit), split))
     return RampupBatchManager(make_stages(batches), config.rampup_mode)
+
+
+def keep_batches(config: Config, batches: Sequence[tuple[int, int]], num_devices: int) -> Config:
+    """The config that has these global batches on other devices; the same one where it has them as it is.
+
+    A device takes at most per_device_batch_size examples, accumulation the rest.
+
+    Args:
+      batches: the thresholds in examples, and the batch from each on.
+    Raises:
+      UserError: a device has room for less than one example.
+    """
+    per_device = config.per_device_batch_size
+    batch = derive_batch(config, num_devices)
+    ramp = batch if isinstance(batch, Refusal) else make_rampup(config, batch, num_devices)
+    if isinstance(batch, Batch) and not isinstance(ramp, Refusal):
+        stages = ramp.all_stages if ramp else make_stages([(0, batch)])
+        if [(stage.threshold, stage.global_batch_to_train) for stage in stages] == list(batches):
+            return config
+    most = int(per_device * num_devices)
+    if not most:
+        rule = f"num_devices={num_devices} x per_device_batch_size={number_text(per_device)} is less than one example."
+        raise UserError(str(Refusal("num_devices", rule, (math.ceil(1 / per_device),))))
+    mode = config.rampup_mode if len(batches) > 1 else "per_device_batch_size"
+    if mode == "gradient_accumulation_steps":
+        common = math.gcd(*(examples for _, examples in batches))
+        per_device = Fraction(max(size for size in divisors(common) if size <= most), num_devices)
+    kept = {
+        "enable_rampup_batch_size": False,
+        "global_batch_size": 0,
+        "global_batch_tokens": 0,
+        "gradient_accumulation_steps": -1,
+        "batch_schedule": tuple(batches),
+        "batch_schedule_unit": "examples",
+        "per_device_batch_size": per_device,
+        "rampup_mode": mode,
+    }
+    return config.model_copy(update=kept)
 
 
 def _ramp_violation(config: BatchConfig, batch: Batch, num_devices: int) -> Refusal | None:

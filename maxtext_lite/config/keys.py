@@ -578,6 +578,7 @@ class RunConfig(Section):
     max_num_checkpoints_to_keep: Count
     async_checkpointing: Flag
     load_parameters_path: ParametersPath
+    on_resume_batch: Literal["keep", "config"]
     eval_interval: StepsOrPartOfEpochOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: StepsToTrace
@@ -610,6 +611,22 @@ class BatchConfig(Section):
     per_device_batch_size_increment: Exact
     global_rampup_samples: Count
     num_pipeline_microbatches: CountOrMinusOne
+
+
+GLOBAL_BATCH_KEYS = (
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "global_batch_tokens",
+    "batch_schedule",
+    "batch_schedule_unit",
+    "enable_rampup_batch_size",
+    "rampup_mode",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "global_rampup_samples",
+)
+"""The keys that, on given devices, decide the global batches of a run."""
 
 
 class OptimizerConfig(Section):

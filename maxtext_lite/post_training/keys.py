@@ -131,6 +131,7 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
             "global_batch_tokens": _ITS_BATCH,
             "batch_schedule": _ITS_BATCH,
             "enable_rampup_batch_size": _ITS_BATCH,
+            "on_resume_batch": _ITS_BATCH,
             "expansion_factor_real_data": _ITS_BATCH,
             "enable_diloco": _ITS_BATCH,
             "num_epochs": "where steps is the length of the run",

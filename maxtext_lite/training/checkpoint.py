@@ -14,9 +14,19 @@ from jax import Array
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
-from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, UserError, adapted_weights
+from maxtext_lite.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    UserError,
+    adapted_weights,
+)
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import full_text, setting_text
+from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
@@ -43,23 +53,49 @@ _OF_SCHEDULE = (
     "wsd_decay_steps_fraction",
 )
 
-_OF_BATCH = ("global_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
-
 RestartHistory = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
-which the run then was to end; `batch`, examples of a step of the target; `settings`, the config's keys that decide its
-steps, each as on a command line; `parameters`, the absolute load_parameters_path, "" without one."""
+which the run then was to end; `batch`, examples of a step of the target; `batches`, [threshold, batch] of each stage;
+`split`, that of the plan; `settings`, the config's keys that decide its steps, each as on a command line; `stated`, the
+batch keys as the user stated them; `parameters`, the absolute load_parameters_path, "" without one."""
+
+
+def batch_settings(config: BatchConfig) -> dict[str, str]:
+    """The keys that decide the global batches, each as on a command line."""
+    return {key: setting_text(getattr(config, key)) for key in GLOBAL_BATCH_KEYS}
+
+
+def newest_start(run_directory: Path) -> dict[str, Any] | None:
+    """The newest start in the newest checkpoint that can be read; None: there is none. All hosts call it."""
+    directory = absolute(run_directory / "checkpoints")
+    for step in reversed(value_of_host(0, steps_in(directory))):
+        if check(directory / str(step), ("about",)) is None:
+            about = read_about(directory / str(step))
+            return about["starts"][-1] if about["format"] == FORMAT and about.get("starts") else None
+    return None
 
 
 def append_restart(
-    before: Sequence[Mapping[str, Any]], config: Config, plan: BatchPlan, step: int, examples_seen: int
+    before: Sequence[Mapping[str, Any]],
+    config: Config,
+    plan: BatchPlan,
+    step: int,
+    examples_seen: int,
+    stated: Mapping[str, str] | None = None,
 ) -> RestartHistory:
-    """The history with this start, which begins after `step` steps, if it differs from the last."""
+    """The history with this start, which begins after `step` steps, if it differs from the last.
+
+    Args:
+      stated: the user's `batch_settings`; None: those of the config.
+    """
     path = config.load_parameters_path
     now = {
         "step": step,
         "end": list(plan.length.end_after(step, examples_seen)),
         "batch": plan.global_batch_to_train,
+        "batches": [[stage.threshold, stage.global_batch_to_train] for stage in plan.stages],
+        "split": plan.split,
+        "stated": dict(stated or batch_settings(config)),
         "settings": {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS},
         "parameters": path and str(absolute(original(path, "load_parameters_path"))),
     }
@@ -102,18 +138,31 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """A sentence on the batch of a run if the start after `step` steps, its last, has changed the size; else []."""
-    if len(starts) < 2 or starts[-1]["step"] != step or starts[-1]["batch"] == starts[-2]["batch"]:
+    """A sentence on the batch of a run if the start after `step` steps, its last, has changed or split it; else []."""
+    if len(starts) < 2 or starts[-1]["step"] != step or "split" not in starts[-2]:
         return []
     before, now = starts[-2:]
+    split = f"{_split_text(now['split'])} instead of {_split_text(before['split'])}"
+    if before["batches"] == now["batches"]:
+        return [] if before["split"] == now["split"] else [f"global_batch_to_train stays {now['batch']:,} = {split}"]
+    if before["batch"] == now["batch"]:
+        stages = f"{now['batches']} instead of {before['batches']}"
+        return [f"the stages of the batch are {stages} after step {step:,}"]
     moved = f"{now['batch']:,} instead of {before['batch']:,} after step {step:,}"
     if plan.rl:
         return [f"a batch has {moved} responses: batch_size or num_generations has changed"]
-    changed = [key for key in _OF_BATCH if before["settings"].get(key) != now["settings"].get(key)]
-    why = ", ".join(f"{key}={now['settings'][key]} instead of {before['settings'].get(key)}" for key in changed)
-    if not changed:  # each device has as many examples as before
-        why = f"on {plan.num_devices:,} devices; global_batch_size={before['batch']} keeps it"
+    changed = [key for key in GLOBAL_BATCH_KEYS if before["stated"][key] != now["stated"][key]]
+    why = ", ".join(f"{key}={now['stated'][key]} instead of {before['stated'][key]}" for key in changed)
+    if not changed:
+        why = f"{split}; on_resume_batch=keep keeps it"
     return [f"global_batch_to_train is {moved}: {why}"]
+
+
+def _split_text(split: Mapping[str, Any]) -> str:
+    accumulation = split["gradient_accumulation_steps"]
+    return (
+        f"{split['per_device_batch_size']:g} per device x {split['num_devices']} devices x {accumulation} accumulation"
+    )
 
 
 def schedule_change_note(

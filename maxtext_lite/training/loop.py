@@ -19,12 +19,21 @@ from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.history import nothing_left
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Record
+from maxtext_lite.training.checkpoint import batch_settings
 from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import make_feed_steps
 from maxtext_lite.training.hooks import Callback, LossSpike, Prepare, Restart, check_callbacks, hooks_of
 from maxtext_lite.training.metrics import METRICS, Terminal
 from maxtext_lite.training.objective import Loss
-from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
+from maxtext_lite.training.opening import (
+    chosen_split,
+    keep_batch,
+    open_run,
+    own_objective,
+    own_sources,
+    plan_on_devices,
+    start_run,
+)
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.startup import log_startup
@@ -158,13 +167,15 @@ def train(
     sources = own_sources(config, source, eval_source)
     tried = None if objective is None else own_objective(config, objective, sources)
     own = Overrides(model, tried, optimizer)
+    stated = batch_settings(config)
     if wants_solving(config):
         config = config.model_copy(update=chosen_split(config, device_memory_gb))
+    config = keep_batch(config, stated)
     prepare: Prepare | None = None
     signals = Signals()
     while True:
         phases.begin()
-        run = open_run(config, sources, own, device_memory_gb=device_memory_gb)
+        run = open_run(config, sources, own, stated=stated, device_memory_gb=device_memory_gb)
         phases.mark("data")
         try:
             return train_run(run, make_feed_steps, callbacks, prepare, signals)

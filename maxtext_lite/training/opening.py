@@ -1,23 +1,25 @@
 """The opening of a run: its data, its plan and its parts."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, Topology, make_plan, plan_batch
+from maxtext_lite.batching import BatchPlan, Topology, keep_batches, make_plan, plan_batch
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError, registry
 from maxtext_lite.config.errors import Refusal, settings_of
 from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.data import Examples, ExampleSource, example_shape
 from maxtext_lite.data.history import steps_left
 from maxtext_lite.data.sources import with_history
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
+from maxtext_lite.training.checkpoint import newest_start
 from maxtext_lite.training.objective import Loss, Objective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import has_checkpoints, run_directory
@@ -35,18 +37,20 @@ def open_run(
     sources: Sources | None = None,
     own: Overrides = CONFIGURED,
     *,
+    stated: Mapping[str, str] | None = None,
     device_memory_gb: float | None = None,
 ) -> TrainingRun:
     """The run of a config, with its data opened and its batches planned.
 
     Args:
       sources: None: those of the config.
+      stated: as of `TrainingRun`.
       device_memory_gb: memory of a device that a step may use, in units of 1e9 bytes; None: all of it.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
     plan, (source, eval_source) = open_data(config, sources, device_memory_gb)
-    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own, stated=stated)
     if not run.resumes:  # otherwise the restored history tells what the sources have left
         steps_left(config, plan, with_history(config, source)[0], step=0, examples_seen=0)
     return run
@@ -69,6 +73,25 @@ def start_run(config: Config) -> list[Any]:
 
         check_start(config, resumes=has_checkpoints(run_directory(config)) and not config.starts_over)
     return devices
+
+
+def keep_batch(config: Config, stated: Mapping[str, str]) -> Config:
+    """The config with the global batches of the run that it resumes, unless a batch key has changed since.
+
+    Args:
+      stated: the user's `batch_settings`.
+    Raises:
+      UserError: these devices cannot have them.
+    """
+    if config.on_resume_batch == "config" or config.starts_over or not has_checkpoints(run_directory(config)):
+        return config
+    start = newest_start(run_directory(config))
+    if start is None or start.get("stated") != stated:
+        return config
+    batches = [(threshold, examples) for threshold, examples in start["batches"]]
+    kept = keep_batches(config, batches, len(start_devices()))
+    changed = (key for key in GLOBAL_BATCH_KEYS if getattr(kept, key) != getattr(config, key))
+    return kept.with_origins({**config.origins, **dict.fromkeys(changed, "on_resume_batch")})
 
 
 def own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:

@@ -75,6 +75,7 @@ class TrainingRun:
       is_read_only: nothing is written into the run directory.
     Args:
       own: the parts of a step that the caller supplies.
+      stated: the user's `batch_settings`, where the config keeps other batches; None: those of the config.
       devices: those that train; None: all.
       examples_of_entry: how often an entry of the source counts as an example in one epoch.
     Raises:
@@ -89,6 +90,7 @@ class TrainingRun:
         source: ExampleSource,
         eval_source: ExampleSource | None,
         own: Overrides = CONFIGURED,
+        stated: Mapping[str, str] | None = None,
         devices: Sequence[Device] | None = None,
         examples_of_entry: int = 1,
     ):
@@ -97,6 +99,7 @@ class TrainingRun:
         self.source = source
         self.eval_source = eval_source
         self._own = own
+        self._stated = stated
         self.parts = make_parts(config, plan, devices, own)
         self.mesh = self.parts.mesh
         self.decoder = self.parts.decoder
@@ -264,7 +267,7 @@ class TrainingRun:
             return self._restore(self._saved)
         self._mix(TrainProgress())
         if self._saved:
-            self._saved.starts = append_restart([], self.config, self.plan, 0, 0)
+            self._saved.starts = append_restart([], self.config, self.plan, 0, 0, self._stated)
         if self.config.load_parameters_path:
             return self._load_parameters(self.config.load_parameters_path), TrainProgress()
         return init_state(self.parts, self.config.seed), TrainProgress()
@@ -278,8 +281,9 @@ class TrainingRun:
         last, _ = self.plan.length.end_after(step, examples_seen)
         optimizer = optimizer_of_run(self.config, self.plan, self.decoder, self._own, last=last)
         self.parts = dataclasses.replace(self.parts, optimizer=optimizer)
-        saved.starts = append_restart(saved.starts, self.config, self.plan, step, examples_seen)
-        self.plan = resumed(self.config, self.plan, step=step, examples_seen=examples_seen)
+        before = saved.starts[-1].get("split") if saved.starts else None
+        saved.starts = append_restart(saved.starts, self.config, self.plan, step, examples_seen, self._stated)
+        self.plan = resumed(self.config, self.plan, step=step, examples_seen=examples_seen, before=before)
         if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
             none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
             state = dataclasses.replace(state, skipped_in_a_row=none)

@@ -25,6 +25,11 @@ def test_plans_equal_a_replay(trials, number):
     )
 
 
+@pytest.mark.parametrize("number", range(20))
+def test_a_run_keeps_its_batches_on_another_machine(trials, number):
+    assert trials.check_move(trials.draw_move(random.Random(f"suite {number}"))) == []
+
+
 @pytest.mark.parametrize("number", range(2))
 def test_a_run_resumed_twice_equals_an_unbroken_one(trials, number, tmp_path):
     trial = trials.draw(random.Random(f"suite {number}"), runs=True)

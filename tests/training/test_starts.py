@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.batching import make_plan
+from maxtext_lite.batching import keep_batches, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import (
     append_restart,
@@ -32,6 +32,7 @@ def test_rates_of_two_peaks_are_compared():
         assert rate in said
 
 
+DATA_MESH = {"ici_data_parallelism": -1, "ici_fsdp_parallelism": 1}
 CONSTANT = ["learning_rate_schedule=constant", "warmup_steps=0.5", "num_epochs=0"]
 STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 
@@ -93,7 +94,11 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
 @pytest.mark.parametrize(
     ("devices", "overrides", "why"),
     [
-        (4, [], "on 4 devices; global_batch_size=8 keeps it"),
+        (
+            4,
+            [],
+            "x 4 devices x 1 accumulation instead of 4 per device x 2 devices x 1 accumulation; on_resume_batch=keep",
+        ),
         (2, ["per_device_batch_size=8"], "per_device_batch_size=8 instead of 4"),
     ],
 )
@@ -109,6 +114,21 @@ def test_a_resume_that_changes_the_batch_says_from_what_to_what_and_why(
     assert "16 instead of 8 after step 3" in said
     assert why in said
     assert moved_batch(plan, starts, 4) == []
+
+
+def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
+    config = load_config(None, ["per_device_batch_size=4"])
+    starts = []
+    for step, devices in ((0, 8), (3, 6)):
+        kept = keep_batches(config, [(0, 32)], devices)
+        plan = make_plan(kept.model_copy(update=DATA_MESH), num_devices=devices)
+        starts = append_restart(starts, kept, plan, step, 32 * step)
+    (said,) = moved_batch(plan, starts, 3)
+    assert said == (
+        "global_batch_to_train stays 32 = 2.66667 per device x 6 devices x 2 accumulation instead of 4 per device x "
+        "8 devices x 1 accumulation"
+    )
+    assert starts[0]["batches"] == starts[1]["batches"] == [[0, 32]]
 
 
 def test_a_step_has_the_settings_of_the_start_that_took_it():
