@@ -163,12 +163,12 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
         query, key, value = projections(x_BTD, self.query, self.key, self.value)
-        q_BTNH: Any = _heads(query, self.query_bias, "query_proj")
-        k_BTKH: Any = _heads(key, self.key_bias, "key_proj")
-        v_BTKH = _heads(value, self.value_bias, "value_proj")
+        q_BTNH: Any = heads(query, self.query_bias, "query_proj")
+        k_BTKH: Any = heads(key, self.key_bias, "key_proj")
+        v_BTKH = heads(value, self.value_bias, "value_proj")
         if not self.norms_after_rotation:
-            q_BTNH = _normed(self.query_norm, q_BTNH)
-            k_BTKH = _normed(self.key_norm, k_BTKH)
+            q_BTNH = normed(self.query_norm, q_BTNH)
+            k_BTKH = normed(self.key_norm, k_BTKH)
         if self.clip:
             q_BTNH = jnp.clip(q_BTNH, -self.clip, self.clip)
             k_BTKH = jnp.clip(k_BTKH, -self.clip, self.clip)
@@ -181,14 +181,15 @@ class Attention(nnx.Module):
                 q_BTNH = rms_norm(q_BTNH, ones_H, self.l2_epsilon)
                 k_BTKH = rms_norm(k_BTKH, ones_H, self.l2_epsilon)
         if self.norms_after_rotation:
-            q_BTNH = _normed(self.query_norm, q_BTNH)
-            k_BTKH = _normed(self.key_norm, k_BTKH)
+            q_BTNH = normed(self.query_norm, q_BTNH)
+            k_BTKH = normed(self.key_norm, k_BTKH)
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
         return attention_output(context_BTNH, self.out, self.out_bias), kept
 
 
-def _heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
+def heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
+    """Queries, keys or values with their bias, under a name for rematerialisation."""
     return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
 
 
@@ -325,67 +326,6 @@ class Head(nnx.Module):
         declare(self, part_of(end_weights(shape), "head"), shape, rngs)
 
 
-_EPSILON = 1e-6  # of the latent vectors' norms, whatever the other norms have, as in the published code
-
-
-class LatentAttention(nnx.Module):
-    """Attention with queries, keys and values from latent vectors; the last dims of a head are rotated."""
-
-    query: nnx.Param | None = None
-    query_down: nnx.Param | None = None
-    query_up: nnx.Param | None = None
-    kv_down: nnx.Param
-    key_up: nnx.Param
-    value_up: nnx.Param
-    out: nnx.Param
-
-    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        widths = shape.latent
-        table = attention_weights(shape)
-        assert widths is not None
-        self.rank = widths.kv_lora_rank
-        self.plain_dim = widths.qk_nope_head_dim
-        declare(self, table, shape, rngs)
-        shape = dataclasses.replace(shape, norm="rms_norm", norm_epsilon=_EPSILON)
-        self.query_down_norm = norm_in(table, "query_down_norm", shape)
-        self.kv_down_norm = Norm(shape, part_of(table, "kv_down_norm"))
-
-    def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
-        """The projected context [B, T, D], and what `attend` keeps."""
-        from maxtext_lite.models.cache import CachedAttend
-
-        assert rotation is not None, "the config gives every layer of latent attention a rotation"
-        if self.query is not None:
-            q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
-        else:
-            assert self.query_down is not None
-            assert self.query_up is not None
-            query_BTD, down_BTD = projections(x_BTD, self.query_down, self.kv_down)
-            q_BTNH = project(_normed(self.query_down_norm, query_BTD), self.query_up)
-        q_BTNH = _heads(q_BTNH, None, "query_proj")
-        latent_BTD, shared_BTD = jnp.split(down_BTD, (self.rank,), axis=-1)
-        latent_BTD = self.kv_down_norm(latent_BTD)
-        plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, (self.plain_dim,), axis=-1)
-        rotated_BTNH = rotate(rotated_BTNH, rotation)
-        shared_BT1H = rotate(shared_BTD[:, :, None], rotation)
-        if isinstance(attend, CachedAttend):
-            # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
-            query_BTND = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
-            q_BTNH = constrain(jnp.concatenate([query_BTND, rotated_BTNH], axis=-1), HEADS_AXES)
-            k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)
-            found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
-            value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
-            context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
-            return attention_output(context_BTNH, self.out), kept
-        plain_k_BTNH = _heads(project(latent_BTD, self.key_up), None, "key_proj")
-        v_BTNH = _heads(project(latent_BTD, self.value_up), None, "value_proj")
-        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*v_BTNH.shape[:3], shared_BT1H.shape[-1]))
-        k_BTNH = constrain(jnp.concatenate([plain_k_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
-        q_BTNH = constrain(jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1), HEADS_AXES)
-        context_BTNH, kept = attend(q_BTNH, k_BTNH, v_BTNH, None)
-        return attention_output(context_BTNH, self.out), kept
-
-
 class Block(Protocol):
     """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
 
@@ -468,7 +408,9 @@ def attention_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
     kind = layer_kind(shape.mixers[0])
     if kind is not None:
         return resolve(kind.module)
-    return Attention if shape.latent is None else LatentAttention
+    if shape.latent is not None:
+        return resolve("maxtext_lite.models.latent_attention:LatentAttention")
+    return Attention
 
 
 def mlp_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
@@ -503,17 +445,17 @@ class DecoderLayer(nnx.Module):
           real_BT: False for padding; like `drop`, only experts use it (`moe.MixtureOfExperts`).
         """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        first_BTD = _normed(self.attention_norm, x_BTD)
+        first_BTD = normed(self.attention_norm, x_BTD)
         attended_BTD, kept = self.attention(first_BTD, rotation, attend)
-        y_BTD = self._plus(x_BTD, _normed(self.attention_post_norm, attended_BTD))
+        y_BTD = self._plus(x_BTD, normed(self.attention_post_norm, attended_BTD))
         read_BTD = {"none": y_BTD, "one_norm": first_BTD, "two_norms": x_BTD}[self.parallel]
-        normed_BTD = _normed(self.mlp_norm, read_BTD)
+        normed_BTD = normed(self.mlp_norm, read_BTD)
         aux = {}
         if self.has_experts:
             mlp_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             mlp_BTD = self.mlp(normed_BTD)
-        return self._plus(y_BTD, _normed(self.mlp_post_norm, mlp_BTD)), kept, aux
+        return self._plus(y_BTD, normed(self.mlp_post_norm, mlp_BTD)), kept, aux
 
     def _plus(self, x_BTD: Array, y_BTD: Array) -> Array:
         """The stream plus a block's output."""
@@ -522,5 +464,6 @@ class DecoderLayer(nnx.Module):
         return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
 
-def _normed(norm: Norm | None, x_BTD: Array) -> Array:
+def normed(norm: Norm | None, x_BTD: Array) -> Array:
+    """The norm of x, or x without one."""
     return x_BTD if norm is None else norm(x_BTD)
