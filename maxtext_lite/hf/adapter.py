@@ -17,6 +17,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
+from maxtext_lite.hf.fields import TABLE, is_off
 from maxtext_lite.hf.names import TABLES
 from maxtext_lite.hf.safetensors import check_format
 
@@ -33,10 +34,7 @@ _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
 _MERGE = "Nearest that works: merge_and_unload of peft, and save that."
 _COMPILED = "_orig_mod."
-_WITHOUT_EFFECT = (
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
-    "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-)  # fmt: skip
+_WITHOUT_EFFECT = TABLE["adapters_without_effect"].split()
 
 
 def _modules_of_layers() -> dict[str, tuple[str, ...]]:
@@ -211,8 +209,7 @@ def _checked(root: Path, stated: dict[str, Any]) -> LoraFields:
     try:
         fields = LoraFields.model_validate(stated)
         for name, value in (fields.model_extra or {}).items():
-            is_off = value is False or value in ([], {}, "", "none")
-            if name not in _WITHOUT_EFFECT and not is_off:
+            if name not in _WITHOUT_EFFECT and not is_off(value) and value not in ("", "none"):
                 problems[name] = f"cannot be expressed. {_MERGE}"
     except ValidationError as error:
         fields = None

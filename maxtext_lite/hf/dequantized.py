@@ -3,7 +3,7 @@
 A weight is stored as several tensors: numbers of a few bits, and scales of blocks of them. Here it is one tensor, with
 the name, shape and dtype that it has in a plain checkpoint. Only the stretch that a device needs is made, a million
 numbers at a time; memory around it is never touched, and so takes no space. Products are computed in float32 and
-rounded as transformers and the formats' own libraries round them.
+rounded as transformers and the formats' own libraries round them, which need torch (724 MB) and make whole layers.
 
 Source: Rouhani et al. 2023, arXiv:2310.10537 (MXFP4); DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (blocks of
 float8); Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4).
@@ -21,16 +21,12 @@ from pydantic import BaseModel, Field, ValidationError
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.hf.config_json import FIELD, quantization_of, stored_dtype, weight_groups
-from maxtext_lite.hf.fields import JsonObject
+from maxtext_lite.hf.fields import TABLE, JsonObject
 from maxtext_lite.hf.names import INPUTS_FIRST
 from maxtext_lite.hf.safetensors import DTYPES, Box, SafetensorsDir, Stored, mapped
 
 _AT_ONCE = 2**20  # numbers: a handful of copies is then small beside any model's largest tensor
-_OF_ACTIVATIONS = (
-    ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
-    ".output_zero_point", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
-    ".weight_format",
-)  # fmt: skip
+_OF_ACTIVATIONS = tuple(TABLE["of_activations"].split())
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 

@@ -1,6 +1,7 @@
 """The families of Hugging Face models that can be read and written: families.yml as parts of config.json.
 
-PyYAML parses the file, by its C library where it has that: 0.02 s in place of 0.17 s.
+The classes of transformers are no substitute: they accept fields that they do not know, and importing one takes 3.4 s
+of CPU (version 5.23; with torch 790 MB on disk), where all families take 0.3 s.
 """
 
 from collections.abc import Callable, Iterator, Mapping

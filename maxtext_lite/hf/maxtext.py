@@ -1,4 +1,4 @@
-"""MaxText's configs in our keys, with a list of what has no equivalent."""
+"""MaxText's configs in our keys, with a list of what has no equivalent: by a table of its keys, without its package."""
 
 import fnmatch
 import functools
