@@ -234,8 +234,8 @@ class Lease:
         holders = [Holder.from_json(file.text) for name, file in found.items() if name != self._name]
         taken = f"was taken over by {holders[0]}" if holders and holders[0] else "is gone"
         raise UserError(
-            f"the lease of {self._run_directory} {taken}: this process did not renew it for a while, as when it "
-            "was suspended, or its file was removed. It stops here and writes nothing more."
+            f"the lease of {self._run_directory} {taken}: this process was suspended, or the lease's file was removed. "
+            "It exits without writing."
         )
 
     def release(self) -> None:
@@ -269,19 +269,16 @@ class Lease:
         holder = Holder.from_json(file.text)
         alive = holder.is_alive() if holder else None
         first_seen, since = self._first_seen.setdefault(name, (file, time.monotonic()))
-        who = holder or "a process that has not said who it is"
+        who = holder or "an unidentified process"
         if alive or (alive is None and file != first_seen):
             raise UserError(
-                f"{full_text(self._run_directory)} is in use: {who}, writes there, and two runs in one directory would "
-                "destroy each other's checkpoints. Use another run_name, or stop that process first."
+                f"{full_text(self._run_directory)} is in use: {who}, writes there. Use another run_name, or stop that "
+                "process first."
             )
         patience = self._renewal_seconds * MISSED_RENEWALS
         if alive is False or time.monotonic() - since > patience:
             return None
-        return (
-            f"waiting for {who}, which may still write {self._run_directory}: it counts as dead after {patience:g} "
-            "seconds without a sign"
-        )
+        return f"waiting for {who}, which counts as dead after {patience:g} seconds without a renewal"
 
 
 def hold(run_directory: Path, say: Callable[[str], None]) -> Lease | None:

@@ -124,7 +124,7 @@ def _silent(seen: Mapping[int, Seen], after: float) -> str:
         if age <= after:
             continue
         if stamp is None:
-            texts.append(f"{name(process, stamp)} has not come")
+            texts.append(f"{name(process, stamp)} has not joined")
         elif not stamp.has_ended:
             texts.append(f"{name(process, stamp)} does not answer, {age:.0f} s since it was in {stamp.where}")
     return _listed(texts)

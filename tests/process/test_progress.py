@@ -80,7 +80,7 @@ def test_a_run_that_may_move_yet_is_left_alone(seen):
             "on node7 has failed with exit code 2: the disk is full.",
             2,
         ),  # so that none is restarted
-        (None, 301.0, "has not come", 76),
+        (None, 301.0, "has not joined", 76),
     ],
 )
 def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(
