@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -186,36 +186,38 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
         tried.append((least_bytes, mesh))
         if held.limit is not None and least_bytes > held.limit:
             continue
+        timed: list[tuple[StepTime, dict[str, Any]]] = []
         for split in _splits(config, topology, device, mesh, held):
             if is_too_slow(split.least_seconds):
                 break
             chosen = config.model_copy(update={**split.keys, **leanest})
-            if isinstance(resolve(chosen, topology), list) or not plan_of(chosen).memory.fits:
-                continue
-            for keys in variants:
-                time = split.time(config.model_copy(update=keys))
-                if is_too_slow(time.seconds):
-                    continue
-                chosen = config.model_copy(update={**split.keys, **keys})
-                plan = plan_of(chosen)
-                if plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
-                    found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
-                    found.sort(key=lambda each: each.time.seconds)
-                    del found[most:]
+            if not isinstance(resolve(chosen, topology), list) and plan_of(chosen).memory.fits:
+                for keys in variants:
+                    timed.append((split.time(config.model_copy(update=keys)), {**split.keys, **keys}))
+        for time, keys in sorted(timed, key=lambda each: each[0].seconds):
+            if is_too_slow(time.seconds):
+                break
+            chosen = config.model_copy(update=keys)
+            plan = plan_of(chosen)
+            if plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+                found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
+                found.sort(key=lambda each: each.time.seconds)
+                del found[most:]
     if not found:
         none = "no mesh and batch that the config leaves open are legal on these devices."
-        raise _refusal(config, plan_of, _smallest(config, topology, tried, leanest, plan_of), none)
+        raise _refusal(config, plan_of, _nearest_to_fit(config, topology, tried, leanest, plan_of), none)
     return found
 
 
 def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> dict[str, Any]:
     """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
-    too_large: list[tuple[Config, BatchPlan]] = []
+    nearest: tuple[Config, BatchPlan] | None = None
     for chosen, plan in _on_own_mesh(config, topology, plan_of):
         if plan.memory.fits:
             return _stated(config, chosen, plan)
-        too_large.append((chosen, plan))
-    raise _refusal(config, plan_of, too_large, "no number of micro-batches is legal on these devices.")
+        if nearest is None or plan.memory.total < nearest[1].memory.total:
+            nearest = chosen, plan
+    raise _refusal(config, plan_of, nearest, "no number of micro-batches is legal on these devices.")
 
 
 def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[tuple[Config, BatchPlan]]:
@@ -317,14 +319,23 @@ def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:
-    all_steps = divisors(config.global_batch_size)
     flops = flops_of_example(config)
     for mesh in _meshes(config, topology.num_devices):
-        tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in _pieces(config, mesh))
-        plan, changed = _first_legal(config, tries, topology)
-        if plan is not None:
-            model = _model(changed, plan, device, None, flops)
-            yield _Mesh(mesh, changed, plan, model.bound(config.global_batch_size))
+        for keys in _split_keys(config, mesh):
+            changed = config.model_copy(update=keys)
+            plan = resolve(changed, topology)
+            if not isinstance(plan, list):
+                model = _model(changed, plan, device, None, flops)
+                yield _Mesh(mesh, changed, plan, model.bound(config.global_batch_size))
+                break
+            if any(refusal.key in MESH_KEYS for refusal in plan):  # the mesh itself is illegal
+                break
+
+
+def _split_keys(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The keys of a mesh with every accumulation and number of pipeline microbatches."""
+    for steps, pieces in itertools.product(divisors(config.global_batch_size), _pieces(config, mesh)):
+        yield {**mesh, _STEPS: steps, **pieces}
 
 
 def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
@@ -340,26 +351,13 @@ def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, hel
     plan = mesh.plan
     model = _model(mesh.config, plan, device, held, flops_of_example(config))
     found: list[_Split] = []
-    for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
-        number = pieces.get(_PIECES, plan.num_pipeline_microbatches)
+    for keys in _split_keys(config, mesh.keys):
+        steps = keys[_STEPS]
+        number = keys.get(_PIECES, plan.num_pipeline_microbatches)
         rows = row_slots(batch // steps, plan.layout_shards, topology.num_hosts, number) * config.rows_per_example
         shape = PipelineShape(plan.num_pipeline_stages, number, plan.num_pipeline_repeats, steps)
-        found.append(_Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape))
+        found.append(_Split(keys, model, rows, batch, shape))
     return sorted(found, key=lambda split: split.least_seconds)
-
-
-def _first_legal(
-    config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology
-) -> tuple[BatchPlan | None, Config]:
-    """The plan and config of the first legal change; None if there is none, or if the mesh itself is illegal."""
-    for keys in tries:
-        changed = config.model_copy(update=keys)
-        resolved = resolve(changed, topology)
-        if not isinstance(resolved, list):
-            return resolved, changed
-        if any(refusal.key in MESH_KEYS for refusal in resolved):
-            break
-    return None, config
 
 
 def _model(config: Config, plan: BatchPlan, device: Device, held: MemoryEstimate | None, flops: float) -> StepModel:
@@ -404,45 +402,38 @@ def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
     return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]
 
 
-def _smallest(
+def _nearest_to_fit(
     config: Config, topology: Topology, tried: list[tuple[int, _Mesh]], leanest: Mapping[str, Any], plan_of: Plan
-) -> list[tuple[Config, BatchPlan]]:
-    """The plans of the mesh that comes nearest to fitting, those with the fewest micro-batches first.
-
-    On a mesh, memory only falls with the number of micro-batches, but for the sum of gradients that a second one adds.
+) -> tuple[Config, BatchPlan] | None:
+    """The legal plan that needs the least memory.
 
     Args:
       tried: meshes, each with bytes that no plan of it is below.
     """
-    all_steps = divisors(config.global_batch_size)
-    nearest: dict[str, Any] = {}
-    least = math.inf
-    for bound, mesh in sorted(tried, key=lambda each: each[0]):
-        if bound >= least:
+    nearest: tuple[Config, BatchPlan] | None = None
+    for least_bytes, mesh in sorted(tried, key=lambda each: each[0]):
+        if nearest and least_bytes >= nearest[1].memory.total:
             break
-        for pieces in _pieces(config, mesh.keys):
-            keys = {**mesh.keys, **pieces, **leanest}
-            for order in (all_steps, all_steps[::-1]):
-                found, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
-                total = math.inf if found is None else plan_of(chosen).memory.total
-                if total < least:
-                    least = total
-                    nearest = keys
-    on_mesh = (config.model_copy(update={**nearest, _STEPS: steps}) for steps in all_steps)
-    legal = (each for each in on_mesh if nearest and not isinstance(resolve(each, topology), list))
-    return [(each, plan_of(each)) for each in legal]
+        for keys in _split_keys(config, mesh.keys):
+            chosen = config.model_copy(update={**keys, **leanest})
+            if isinstance(resolve(chosen, topology), list):
+                continue
+            plan = plan_of(chosen)
+            if nearest is None or plan.memory.total < nearest[1].memory.total:
+                nearest = chosen, plan
+    return nearest
 
 
-def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, BatchPlan]], none: str) -> UserError:
+def _refusal(config: Config, plan_of: Plan, nearest: tuple[Config, BatchPlan] | None, none: str) -> UserError:
     """Why nothing is chosen: the legal plan that comes nearest to fitting, or `none` where no plan is legal.
 
     Raises:
       UserError: of one micro-batch, where no plan is legal.
     """
-    if not too_large:
+    if nearest is None:
         plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific refusal
         return UserError(none)
-    chosen, plan = min(too_large, key=lambda each: each[1].memory.total)
+    chosen, plan = nearest
     total = plan.memory.total
     limit = plan.memory.limit or 0
     said = " ".join(settings_of(_stated(config, chosen, plan)))
