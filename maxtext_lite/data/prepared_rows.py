@@ -8,6 +8,7 @@ from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.registry import load
 from maxtext_lite.data.cache import IndexPlace
 from maxtext_lite.data.prepared import open_prepared
+from maxtext_lite.data.rows import TokenizedDocuments
 from maxtext_lite.data.sources import Opened, open_rows
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -37,16 +38,10 @@ def open_prepared_rows(
         )
     if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
         raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
-    return open_rows(
-        config,
-        stream,
-        starts,
-        manifest.fingerprint,
-        f"{key}={path!r} has no document.",
-        place=IndexPlace(directory / "rows", manifest.fingerprint),
-        notes=spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text),
-        eval_fraction=eval_fraction,
-    )
+    place = IndexPlace(directory / "rows", manifest.fingerprint)
+    notes = spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text)
+    documents = TokenizedDocuments(stream, starts, manifest.fingerprint, place, notes)
+    return open_rows(config, documents, f"{key}={path!r} has no document.", eval_fraction)
 
 
 def _short(fingerprint: str) -> str:

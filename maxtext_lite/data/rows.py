@@ -28,6 +28,25 @@ class TokenStream(Protocol):
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizedDocuments:
+    """The tokens of documents, without the empty ones.
+
+    Attributes:
+      stream: those of all documents.
+      starts: where each document starts, then the length of the stream; int64.
+      fingerprint: of tokens and documents, recorded in a run's checkpoints.
+      place: place for indices of their rows; None: they are in memory.
+      notes: sentences on where they come from.
+    """
+
+    stream: TokenStream
+    starts: np.ndarray
+    fingerprint: str
+    place: IndexPlace | None = None
+    notes: tuple[str, ...] = ()
+
+
 _DOCUMENTS_AT_ONCE = 2**20
 
 FIELDS = ("tokens", "targets", "segments", "positions", "weights")
@@ -149,6 +168,11 @@ class Rows:
         return example
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what is lost or padded."""
+        return ()
+
+    @property
     def place(self) -> str:
         """How to remake a damaged index of the rows, a clause; "" where there is none in files."""
         return ""
@@ -247,12 +271,12 @@ class BestFitRows(Rows):
         return len(self.first_pieces) - 1
 
     @property
-    def note(self) -> str:
+    def notes(self) -> tuple[str, ...]:
         """The share of padding, and the documents that are cut."""
         share = int(self.slots_before[-1]) / max(len(self) * self.num_tokens, 1)
         return (
             f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
-            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
+            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}.",
         )
 
     @property

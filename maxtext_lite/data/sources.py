@@ -15,21 +15,20 @@ import numpy as np
 from maxtext_lite.config import DataConfig, SourceList, UserError
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
-from maxtext_lite.data.cache import IndexPlace
 from maxtext_lite.data.history import Mixture, MixtureComponent, continued, history_of, parts_of
 from maxtext_lite.data.rows import (
     FIELDS,
     BestFitRows,
     Documents,
     Rows,
-    TokenStream,
+    TokenizedDocuments,
     count_by_length,
     rows_of,
     segments_row,
 )
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_cache import tokenized_text
-from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -163,28 +162,23 @@ class TextSource(ExampleSource):
     """Rows of tokenized documents.
 
     Attributes:
-      stream: token ids of all documents.
-      document_starts: where each document starts, then the stream's length; int64.
-      row_layout: the rows of the stream.
+      text: the documents.
+      row_layout: the rows of their stream.
       first_row: the row of example 0.
       num_rows: number of examples.
-      stream_fingerprint: hash of tokens and documents.
     """
 
-    stream: TokenStream
-    document_starts: np.ndarray
+    text: TokenizedDocuments
     row_layout: Rows
     first_row: int
     num_rows: int
-    stream_fingerprint: str
-    notes: tuple[str, ...] = ()
 
     fields = FIELDS
 
     @property
     def num_documents(self) -> int:
         """Documents of the whole stream with at least one token."""
-        return len(self.document_starts) - 1
+        return len(self.text.starts) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +189,12 @@ class TextSource(ExampleSource):
     def fingerprint(self) -> str:
         """Hash of contents, tokenizer, row length, packing, and which rows belong to the source."""
         layout = f"{type(self.row_layout).__name__}:{self.row_layout.num_tokens}:{self.first_row}:{self.num_rows}"
-        return f"text:{layout}:{self.stream_fingerprint}"
+        return f"text:{layout}:{self.text.fingerprint}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of the text, and one on rows of best fit."""
+        return (*self.text.notes, *self.row_layout.notes)
 
     @property
     def num_target_tokens(self) -> int:
@@ -212,7 +211,7 @@ class TextSource(ExampleSource):
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example: see `Rows.build`. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_rows)
-        return self.row_layout.build(self.stream, self.first_row + example_id)
+        return self.row_layout.build(self.text.stream, self.first_row + example_id)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples; repeated ids count repeatedly."""
@@ -231,7 +230,7 @@ class TextSource(ExampleSource):
         about: dict[str, Any] = {
             "name": "",
             "documents": self.num_documents,
-            "tokens": int(self.document_starts[-1]),
+            "tokens": int(self.text.starts[-1]),
             "examples": len(self),
             "target_tokens": self.num_target_tokens,
             "slots_used": self.num_target_tokens / (len(self) * self.num_tokens),
@@ -239,7 +238,7 @@ class TextSource(ExampleSource):
         if isinstance(self.row_layout, BestFitRows):
             about["cut_documents"] = self.row_layout.cut_documents
         if self.num_documents <= _MOST_COUNTED:
-            about["lengths"] = np.trim_zeros(count_by_length(self.document_starts)[0], "b").tolist()
+            about["lengths"] = np.trim_zeros(count_by_length(self.text.starts)[0], "b").tolist()
         return [about]
 
 
@@ -316,47 +315,20 @@ def open_text(
       UserError: the files cannot be read or have no text, or nothing is left to train on or to hold out.
     """
     del vocab_size
-    encoder = TextEncoder(config, tokenizer)
-    files = find_files(key, path)
-    nothing = f"{key}={path!r} has no text: every document in it is empty."
-    text = tokenized_text(config, encoder, files)
-    notes = (*text.notes, *spelled_notes(text.num_spelled, encoder.in_text))
-    return open_rows(
-        config,
-        text.stream,
-        text.document_starts,
-        text.fingerprint,
-        nothing,
-        place=text.place,
-        notes=notes,
-        eval_fraction=eval_fraction,
-    )
+    text = tokenized_text(config, TextEncoder(config, tokenizer), find_files(key, path))
+    return open_rows(config, text, f"{key}={path!r} has no text: every document in it is empty.", eval_fraction)
 
 
-def open_rows(
-    config: DataConfig,
-    stream: TokenStream,
-    document_starts: np.ndarray,
-    content: str,
-    nothing: str,
-    *,
-    place: IndexPlace | None,
-    notes: tuple[str, ...],
-    eval_fraction: float,
-) -> Opened:
-    """The rows of a stream, of which the last are held out.
+def open_rows(config: DataConfig, text: TokenizedDocuments, nothing: str, eval_fraction: float) -> Opened:
+    """The rows of tokenized documents, of which the last are held out.
 
     Args:
-      content: identifies the stream.
-      nothing: refuses a stream without targets.
-      place: of indices of its rows.
+      nothing: refuses documents without targets.
     """
-    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
+    layout = rows_of(config.packing, text.starts, config.max_target_length, text.place)
     if len(layout) == 0 or not layout.count_targets_between(0, len(layout)):
         raise UserError(nothing)
-    if isinstance(layout, BestFitRows):
-        notes = (*notes, layout.note)
-    everything = TextSource(stream, document_starts, layout, 0, len(layout), content, notes)
+    everything = TextSource(text, layout, 0, len(layout))
     what = f"examples of {config.max_target_length} tokens"
     held_out = num_held_out(eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
     if not held_out:

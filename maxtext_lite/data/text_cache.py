@@ -7,7 +7,6 @@ tokens, where each document starts, and facts about them; it appears under its n
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -40,8 +39,8 @@ from maxtext_lite.data.cache import (
     write_parts,
 )
 from maxtext_lite.data.documents import batches, read_documents
-from maxtext_lite.data.rows import TokenStream
-from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.rows import TokenizedDocuments, TokenStream
+from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 
 LEAST_BYTES = 2**25
@@ -53,28 +52,7 @@ _IDS_AT_ONCE = 2**22
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenizedText:
-    """The documents of a text, without the empty ones.
-
-    Attributes:
-      stream: token ids of all documents.
-      document_starts: where each starts, then the length of the stream; int64.
-      fingerprint: of tokens and documents, recorded in a run's checkpoints.
-      num_spelled: how many special tokens the documents spell.
-      place: place for indices of the text's rows; None: it is in memory.
-      notes: says where it is cached.
-    """
-
-    stream: TokenStream
-    document_starts: np.ndarray
-    fingerprint: str
-    num_spelled: int
-    place: IndexPlace | None = None
-    notes: tuple[str, ...] = ()
-
-
-def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText:
+def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedDocuments:
     """The text of these files, if it is large from the cache, made first if it is missing or damaged.
 
     Other processes wait while it is made.
@@ -87,8 +65,9 @@ def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[s
         if cached is not None:
             return cached
     text = join_parts(_encoded(encoder, files))
-    fingerprint = text_fingerprint(text["tokens"], text["starts"], encoder)
-    return TokenizedText(text["tokens"], text["starts"], fingerprint, int(text["spelled"].sum()))
+    tokens, starts, spelled = text.values()
+    notes = spelled_notes(int(spelled.sum()), encoder.in_text)
+    return TokenizedDocuments(tokens, starts, text_fingerprint(tokens, starts, encoder), notes=notes)
 
 
 def _dtype(encoder: TextEncoder) -> np.dtype[Any]:
@@ -110,7 +89,7 @@ def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[Ar
             complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
 
 
-def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText | None:
+def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedDocuments | None:
     """The text from the cache, into which it is tokenized first if it is missing; None if no cache can be written."""
     # Beside the runs, where many hosts see it and there is room for it.
     beside = config.base_output_directory
@@ -174,7 +153,7 @@ def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, encoder: 
     return content.hexdigest()
 
 
-def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
+def _opened(entry: Path, encoder: TextEncoder) -> TokenizedDocuments:
     """An entry, all of which is read.
 
     Raises:
@@ -187,7 +166,7 @@ def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
         if fingerprint != about["fingerprint"]:
             raise UserError(f"{entry} is not what was written.")
         place = IndexPlace(entry / "rows", fingerprint)
-        notes = (f"read from the cache {entry}",)
-        return TokenizedText(stream, starts, fingerprint, int(spelled.sum()), place, notes)
+        notes = (f"read from the cache {entry}", *spelled_notes(int(spelled.sum()), encoder.in_text))
+        return TokenizedDocuments(stream, starts, fingerprint, place, notes)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{entry} is damaged ({error!r}).") from None

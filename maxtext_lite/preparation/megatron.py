@@ -18,6 +18,7 @@ from maxtext_lite.config.json_file import check_file, read_object, user_path
 from maxtext_lite.config.keys import SourceKind
 from maxtext_lite.data.cache import ABOUT, IndexPlace, map_array
 from maxtext_lite.data.prepared import size_and_ends
+from maxtext_lite.data.rows import TokenizedDocuments
 from maxtext_lite.data.sources import Opened, open_rows
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -30,26 +31,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 
 _AT_A_TIME = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class MegatronDocuments:
-    """The memory-mapped token ids of a Megatron dataset, and where its documents start.
-
-    Attributes:
-      stream: token ids of all documents.
-      document_starts: where each document with a token starts, then the length of the stream; int64.
-      content: SHA-256 of the documents' lengths and token ids as stored.
-      unended_documents: documents whose last token is not the tokenizer's end-of-text.
-      place: place for indices.
-    """
-
-    stream: np.ndarray
-    document_starts: np.ndarray
-    content: str
-    unended_documents: int
-    place: IndexPlace
-
-
-def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocuments:
+def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> TokenizedDocuments:
     """The documents of PREFIX.bin and PREFIX.idx.
 
     Args:
@@ -86,13 +68,12 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
             f"{tokens} contains token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
             f"tokenizer are 0 to {tokenizer.vocab_size - 1}."
         )
-    return MegatronDocuments(
-        stream,
-        map_array(made / "documents.i64"),
-        about["content"],
-        about["unended_documents"],
-        IndexPlace(beside, about["content"]),
-    )
+    starts = map_array(made / "documents.i64")
+    unended = about["unended_documents"]
+    note = f"{unended:,} of {len(starts) - 1:,} documents do not end with the end-of-text token."
+    place = IndexPlace(beside, about["content"])
+    fingerprint = f"{tokenizer.fingerprint}:{about['content']}"
+    return TokenizedDocuments(stream, starts, fingerprint, place, (note,) if unended else ())
 
 
 def open_megatron_rows(
@@ -108,22 +89,10 @@ def open_megatron_rows(
     del vocab_size
     encoder = TextEncoder(config, tokenizer)
     found = open_megatron(key, path, tokenizer)
-    documents, unended = len(found.document_starts) - 1, found.unended_documents
-    notes: tuple[str, ...] = ()
-    if unended:
-        notes += (f"{unended:,} of {documents:,} documents do not end with the end-of-text token.",)
     if not np.array_equal(found.stream[: len(encoder.begin_ids)], encoder.begin_ids):
-        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
-    return open_rows(
-        config,
-        found.stream,
-        found.document_starts,
-        f"{tokenizer.fingerprint}:{found.content}",
-        f"{key}={path!r} has no document of two tokens.",
-        place=found.place,
-        notes=notes,
-        eval_fraction=eval_fraction,
-    )
+        note = "the first document does not begin as this tokenizer begins texts; add_bos=false says so."
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    return open_rows(config, found, f"{key}={path!r} has no document of two tokens.", eval_fraction)
 
 
 def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
