@@ -12,9 +12,7 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.data import Tokenizer
 from maxtext_lite.data.documents import read_documents
-from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
@@ -143,6 +141,8 @@ class TextScorer:
       max_length: tokens of one forward pass.
       mesh: sizes of the mesh axes tensor and fsdp.
     Attributes:
+      encoder: how texts of the model begin and end.
+      tokenizer: that of the model's directory.
       is_rendered: contexts and prompts are rendered chat templates, to whose beginning nothing is added.
     Raises:
       UserError: the model cannot take `max_length` tokens, cannot be sharded over the mesh, or lacks a tokenizer; at
@@ -157,20 +157,20 @@ class TextScorer:
                 f"Nearest that works: {positions + 1}."
             )
         self._tokens = TextTokens.of(directory, config)
-        self._max_length = max_length
-        self._dtype = config.dtype
-        self._end_of_text_id = self._tokens.tokenizer.end_of_text_id
-        self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
         if problems := mesh_problems(config, len(start_devices()), mesh):
             raise UserError(problems)
-        self._load = functools.partial(load_on_mesh, directory, config, mesh)
+        self.encoder = self._tokens.encoder
+        self.tokenizer = self._tokens.tokenizer
+        self._end_of_text_id = self.tokenizer.end_of_text_id
+        # End-of-text precedes each text of a model from scratch, whose texts begin with no other token.
+        begins_with_end = not self._tokens.carried and not len(self.encoder.begin_ids)
+        self._begin_ids = [self._end_of_text_id] if begins_with_end else []
+        self._max_length = max_length
         self._rows_at_once = rows_at_once
+        self._dtype = config.dtype
+        self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
+        self._load = functools.partial(load_on_mesh, directory, config, mesh)
         self.is_rendered = False
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model's directory."""
-        return self._tokens.tokenizer
 
     @functools.cached_property
     def _model(self) -> tuple[Decoder, Params, jax.sharding.Mesh]:
@@ -180,23 +180,16 @@ class TextScorer:
     def _scorer(self) -> Scorer:
         return Scorer(*self._model, rows_at_once=self._rows_at_once)
 
-    @property
-    def encoder(self) -> TextEncoder:
-        """How texts of the model begin and end."""
-        return self._tokens.encoder
-
-    @property
-    def _begins_with_end(self) -> bool:
-        """Whether end-of-text precedes each text: of a model from scratch, whose texts begin with no other token."""
-        return not self._tokens.carried and not len(self.encoder.begin_ids)
+    @functools.cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(*self._model)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, beginning as in training: as its tokenizer begins texts, or with end-of-text."""
         return self._begin(self.tokenizer.encode(text))
 
     def _begin(self, token_ids: np.ndarray) -> list[int]:
-        begin = [self._end_of_text_id] if self._begins_with_end else []
-        return begin + self.encoder.begin(token_ids).tolist()
+        return self._begin_ids + self.encoder.begin(token_ids).tolist()
 
     def _encode_context(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist() if self.is_rendered else self.encode(text)
@@ -217,10 +210,9 @@ class TextScorer:
         needed = [len(span.tokens) - span.first + 1 for span in spans]
         for number, tokens in enumerate(needed):
             if tokens > self._max_length:
-                fits = not self._positions or max(needed) - 1 <= self._positions
-                works = f"Nearest that works: {max(needed)}." if fits else (
-                    f"The model has {self._positions} learned positions, so no max_length works: shorten it."
-                )  # fmt: skip
+                works = f"Nearest that works: {max(needed)}."
+                if self._positions and max(needed) - 1 > self._positions:
+                    works = f"The model has {self._positions} learned positions, so no max_length works: shorten it."
                 raise UserError(
                     f"{name(number + 1)} ({value_text(pairs[number][1])}) has {tokens - 1:,} tokens. "
                     f"max_length={self._max_length} has room for {self._max_length - 1:,}, after one of the context. "
@@ -281,10 +273,6 @@ class TextScorer:
         spans = list(itertools.chain.from_iterable(of_each))
         return self._scores(spans, lambda number: f"{name}, window {number:,} of {len(spans):,},")
 
-    @functools.cached_property
-    def _sampler(self) -> Sampler:
-        return Sampler(*self._model)
-
     def written(self, asked: GenerateConfig) -> str:
         """The model's continuation of the prompt, up to a stop token or one of `stop_strings`.
 
@@ -329,10 +317,11 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
         scored = scorer.windows(texts, asked.stride or asked.max_length - 1, f"text={asked.text}")
         unscored = scorer.unscored(texts)
         return perplexity(scored, texts, unscored) | {"unscored_first_tokens": len(unscored)}
-    pairs = [(each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices]
-    names = [
-        f"{kind}={asked.choices or asked.cloze}, question {number:,}{f', choice {choice}' if asked.choices else ''}"
-        for number, each in enumerate(questions, 1)
-        for choice in range(len(each.choices))
-    ]
+    pairs: list[tuple[str, str]] = []
+    names: list[str] = []
+    for number, question in enumerate(questions, 1):
+        for choice, text in enumerate(question.choices):
+            pairs.append((question.context, with_blank(question.context, text)))
+            of_choice = f", choice {choice}" if asked.choices else ""
+            names.append(f"{kind}={asked.choices or asked.cloze}, question {number:,}{of_choice}")
     return accuracy(questions, scorer.continuations(pairs, lambda number: names[number - 1]))
