@@ -747,6 +747,7 @@ class ModelConfig(Section):
     n_routing_groups: Count
     topk_routing_group: Count
     routed_bias: Flag
+    load_balance_over: Literal["example", "batch"]
     expert_bias: Flag
     first_num_dense_layers: LayersOrZero
     mlp_pattern: MlpPattern

@@ -79,6 +79,7 @@ _IDLE = (
             "shared_experts",
             "capacity_factor",
             "routed_bias",
+            "load_balance_over",
             "expert_bias",
             "first_num_dense_layers",
             "mlp_pattern",
@@ -238,6 +239,23 @@ def _mixers(config: Config) -> Refusal | None:
     if config.routed_bias:
         return refuse(config, "routed_bias", f"{beside}, whose experts are in several stacks", False)
     return _first_dense(config, beside)
+
+
+def _load_balance(config: Config) -> Refusal | None:
+    """The load of a whole batch needs one stack of experts that all devices train, and no other balance."""
+    key = "load_balance_over"
+    if config.load_balance_over == "example":
+        return None
+    if config.routed_bias:
+        return refuse(config, key, "beside routed_bias=true, which balances the experts by itself", "example")
+    if config.lora_rank:
+        return refuse(config, key, f"beside lora_rank={config.lora_rank}, whose routers are frozen", "example")
+    if config.enable_diloco:
+        return refuse(config, key, "beside enable_diloco=true, whose replicas have no common batch", "example")
+    if len({mixer_of(kind) for kind in config.pattern}) > 1:
+        rule = f"beside layer_pattern={value_text(config.layer_pattern)}, whose experts are in several stacks"
+        return refuse(config, key, rule, "example")
+    return None
 
 
 def _sparse_mixer(config: Config) -> Refusal | None:
@@ -576,6 +594,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _routing_groups,
     _chosen_groups,
     _sparse_mixer,
+    _load_balance,
     unknown_to_kernel,
     _run_name,
     _batch_schedule,

@@ -125,6 +125,7 @@ class ExpertSizes:
       num_per_token: experts of a token, J.
       mlp_dim: width of one expert.
       biased: a bias for each expert is added to the scores, for the choice of experts only.
+      keeps_load: each expert's share of the previous step's choices, times E and less 1, is kept for the balance loss.
       with_bias: the experts' projections have biases.
       shared_dim: width of the shared expert, which every token passes through; 0: there is none.
       shared_gate: the shared expert's output is multiplied by the sigmoid of the token's product with a weight.
@@ -134,6 +135,7 @@ class ExpertSizes:
     num_per_token: int
     mlp_dim: int
     biased: bool = False
+    keeps_load: bool = False
     with_bias: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
@@ -297,6 +299,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_per_token=config.num_experts_per_tok,
         mlp_dim=config.moe_mlp_dim,
         biased=config.routed_bias,
+        keeps_load=config.load_balance_over == "batch",
         with_bias=config.expert_bias,
         shared_dim=config.shared_mlp_dim,
         shared_gate=config.shared_expert_gate,
@@ -478,6 +481,8 @@ def expert_weights(shape: ModelShape) -> WeightTable:
     table |= {name: weight(*line) for name, line in EXPERT_WEIGHTS.items()}
     if experts.biased:
         table["router_bias"] = weight("E", "router_bias", "zeros")
+    if experts.keeps_load:
+        table["router_load"] = weight("E", "router_bias", "zeros")
     if experts.with_bias:
         table["router_logit_bias"] = weight("E", "norm", "zeros")
         table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}

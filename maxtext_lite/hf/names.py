@@ -21,6 +21,9 @@ from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inp
 from maxtext_lite.hf.fields import TABLE
 from maxtext_lite.hf.safetensors import assign
 
+LOAD = "/router_load"
+"""The end of the path of experts' loads, which belong to a training run."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Of parameters or tensors, by path or name."""
 
@@ -31,7 +34,7 @@ INPUTS_FIRST = ("gpt2",)
 def model_of(keys: Mapping[str, Any]) -> ModelShape:
     """The shape of a model with these keys of the Model section."""
     mla = Mla(**keys["mla"]) if keys["mla"] else None
-    return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla}))
+    return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla, "load_balance_over": "example"}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +285,7 @@ def some_of(tensors: Sequence[str]) -> str:
 
 
 def entries_of(table: Table, shapes: Shapes, model: ModelShape, where: str) -> list[Entry]:
-    """The lines that a decoder needs.
+    """The lines that a decoder needs; the experts' load belongs to the training run and has none.
 
     Args:
       shapes: of its parameters, by path.
@@ -311,6 +314,7 @@ def entries_of(table: Table, shapes: Shapes, model: ModelShape, where: str) -> l
                 there = (*layer_dims, *weight.sizes)
                 if shapes[path] != there:
                     problems.append(f"{where}: parameter {path} is {there} there and {shapes[path]} here.")
+    named.update(path for path in shapes if path.endswith(LOAD))
     problems += [f"{where}: its family has no tensor for parameter {path}." for path in shapes if path not in named]
     if problems:
         raise UserError(problems)

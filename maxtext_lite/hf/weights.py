@@ -76,6 +76,10 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
             loaded[path] = _on_mesh(leaves[path], entry, part, files, wrong)
     if wrong:
         raise UserError(list(dict.fromkeys(wrong)))
+    for path in leaves.keys() - loaded.keys():  # the experts' load, which is even at first
+        leaf = leaves[path]
+        zeros = np.zeros(leaf.shape, leaf.dtype)
+        loaded[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros.__getitem__)
     return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in leaves])
 
 

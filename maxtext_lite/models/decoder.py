@@ -184,7 +184,7 @@ def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, 
         return {}
     sizes = (num_rows, num_tokens)
     aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
-    if experts.biased:
+    if experts.counts:
         aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
     return aux
 

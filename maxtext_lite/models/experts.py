@@ -80,11 +80,14 @@ class Router(NamedTuple):
       weight_DE: the projection of tokens to logits.
       bias_E: added to the scores for choosing alone; None: there is none.
       logit_E: added to the logits; None: there is none.
+      load_E: each expert's share of the previous step's choices, times E and less 1: 0 for an even load. The balance
+        loss takes it in place of the example's own choices; None: it does not.
     """
 
     weight_DE: Array
     bias_E: Array | None = None
     logit_E: Array | None = None
+    load_E: Array | None = None
 
 
 def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> Routing:
@@ -92,8 +95,9 @@ def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> R
 
     Args:
       real_BT: False for padding and empty slots, which get no expert and are not counted.
-    Source: the balance loss is DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, within an example; the router
-      z-loss is Zoph et al. 2022, arXiv:2202.08906, equation 5.
+    Source: the balance loss is DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, within an example, or with the
+      choices of a whole batch Qiu et al. 2025, arXiv:2501.11873, section 3; the router z-loss is Zoph et al. 2022,
+      arXiv:2202.08906, equation 5.
     """
     weight_DE = router.weight_DE.astype(jnp.float32)
     logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), weight_DE, precision=jax.lax.Precision.HIGHEST)
@@ -116,10 +120,10 @@ def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> R
         # Equation 18 counts choices by the scores alone: the bias must not hide the imbalance that it corrects.
         judged_BE = _count(_is_chosen(_choose(judging_BTE, shape), real_BT, shape))
     aux = {
-        BALANCE: _balance(score_BTE, judged_BE, real_BT, shape),
+        BALANCE: _balance(score_BTE, judged_BE, router.load_E, real_BT, shape),
         ROUTER_Z: jnp.where(real_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0),
     }
-    if bias_E is not None:
+    if shape.counts:
         aux[EXPERT_COUNTS] = count_BE
     return Routing(jnp.where(real_BT[..., None], expert_BTJ, shape.num_experts), shape.scaling * share_BTJ, aux)
 
@@ -174,11 +178,17 @@ def _count(chosen_BTJE: Array) -> Array:
     return jnp.sum(chosen_BTJE, axis=(1, 2), dtype=jnp.int32)
 
 
-def _balance(score_BTE: Array, count_BE: Array, real_BT: Array, shape: ExpertShape) -> Array:
-    """E x sum over experts of its share of an example's choices x its mean probability; 1 where either is even."""
+def _balance(score_BTE: Array, count_BE: Array, load_E: Array | None, real_BT: Array, shape: ExpertShape) -> Array:
+    """E x sum over experts of its share of choices x its mean probability; 1 where either is even.
+
+    The choices are the example's own, or those of the previous step. The latter are constants, so the loss is a sum
+    over tokens, and the same however a batch is split.
+    """
     tokens_B1 = jnp.maximum(jnp.sum(real_BT, axis=1, dtype=jnp.float32), 1)[:, None]
     probability_BTE = score_BTE / (jnp.sum(score_BTE, axis=-1, keepdims=True) + 1e-20)
     mean_BE = jnp.sum(jnp.where(real_BT[..., None], probability_BTE, 0), axis=1) / tokens_B1
+    if load_E is not None:
+        return jnp.sum((1 + jax.lax.stop_gradient(load_E)) * mean_BE, axis=1)
     share_BE = count_BE / (shape.num_per_token * tokens_B1)
     return shape.num_experts * jnp.sum(share_BE * mean_BE, axis=1)
 

@@ -24,6 +24,7 @@ class MixtureOfExperts(nnx.Module):
     down: nnx.Param
     shared_gate: nnx.Param | None = None
     router_bias: nnx.Param | None = None
+    router_load: nnx.Param | None = None
     router_logit_bias: nnx.Param | None = None
     gate_bias: nnx.Param | None = None
     up_bias: nnx.Param | None = None
@@ -43,7 +44,8 @@ class MixtureOfExperts(nnx.Module):
           drop: apply the capacity, if there is one.
         """
         experts = self.experts
-        router = Router(self.router[...], _array(self.router_bias), _array(self.router_logit_bias))
+        of_experts = _array(self.router_bias), _array(self.router_logit_bias), _array(self.router_load)
+        router = Router(self.router[...], *of_experts)
         routing = route(x_BTD, router, real_BT, experts)
         biases = (_array(self.gate_bias), _array(self.up_bias), _array(self.down_bias))
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)

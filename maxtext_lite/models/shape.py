@@ -65,12 +65,17 @@ class ExpertShape(ExpertSizes):
         return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
 
     @property
+    def counts(self) -> bool:
+        """Whether the tokens that chose each expert are counted."""
+        return self.biased or self.keeps_load
+
+    @property
     def aux_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Logical axes of the entries of the stream's `aux`."""
         axes: dict[str, tuple[str | None, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
         if self.capacity_factor is not None:
             axes[DROPPED] = ("batch",)
-        if self.biased:
+        if self.counts:
             axes[EXPERT_COUNTS] = ("batch", None, None)
         return axes
 

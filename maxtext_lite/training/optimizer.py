@@ -116,6 +116,7 @@ class GradientAccumulation(optax.MultiSteps):
       max_skipped: consecutive steps skipped for a non-finite gradient after which the run ends; None: any number.
       biases: a tree like the parameters, true for the routers' biases, which have no gradient and follow the expert
         counts instead. The inner optimizer does not see them. None where there are none.
+      keeps_loads: these are no biases but the experts' loads: count over the mean of the layer, less 1.
       bias_rate: added to the bias of an expert with fewer tokens than the mean of its layer, and subtracted from one
         with more: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
       masters: parameters that are not float32 have a float32 master copy in the state, to which updates are added: a
@@ -135,6 +136,7 @@ class GradientAccumulation(optax.MultiSteps):
         max_skipped: int | None = None,
         biases: Tree = None,
         bias_rate: float = 0.0,
+        keeps_loads: bool = False,
         masters: bool = True,
         over_data: bool = False,
         on_host: bool = False,
@@ -146,6 +148,7 @@ class GradientAccumulation(optax.MultiSteps):
         self._keeps_sum = every_k_schedule > 1
         self._biases = biases
         self._bias_rate = bias_rate
+        self._keeps_loads = keeps_loads
         self.loss_scaling = loss_scaling
         self.max_skipped = max_skipped
         self._masters = masters
@@ -165,15 +168,23 @@ class GradientAccumulation(optax.MultiSteps):
             state = state._replace(skip_state=self.loss_scaling.init())
         return state if self._keeps_sum else state._replace(acc_grads=())
 
-    def _set_bias_updates(self, updates: Tree, expert_counts: Array | None) -> Tree:
+    def _set_bias_updates(self, updates: Tree, params: Tree, expert_counts: Array | None) -> Tree:
         """Replaces the updates of the routers' biases by those that the expert counts ask for."""
         if self._biases is None:
             return updates
         assert expert_counts is not None
         mean = jnp.mean(expert_counts, axis=-1, keepdims=True)
-        bias_update = self._bias_rate * jnp.sign(mean - expert_counts)
-        # In a pipeline with several rounds, a bias is stored by round.
-        return jax.tree.map(lambda is_bias, u: bias_update.reshape(u.shape) if is_bias else u, self._biases, updates)
+
+        def update(is_bias: bool, u: Array, p: Array) -> Array:
+            if not is_bias:
+                return u
+            # In a pipeline with several rounds, a bias is stored by round.
+            if self._keeps_loads:
+                load = jnp.where(mean > 0, expert_counts / jnp.where(mean > 0, mean, 1) - 1, 0)
+                return load.reshape(u.shape) - p
+            return (self._bias_rate * jnp.sign(mean - expert_counts)).reshape(u.shape)
+
+        return jax.tree.map(update, self._biases, updates, params)
 
     def loss_scale(self, state: optax.MultiStepsState) -> Array | None:
         """The factor of the loss in the next backward pass; None without loss scaling."""
@@ -233,7 +244,7 @@ class GradientAccumulation(optax.MultiSteps):
         updates, inner = self.inner_opt.update(gradients, inner, wide)
         if not self._has_rate:
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
-        updates = self._set_bias_updates(updates, expert_counts)
+        updates = self._set_bias_updates(updates, wide, expert_counts)
         if master is None:
             new_params = optax.apply_updates(params, updates)
         else:
@@ -427,6 +438,7 @@ def make_optimizer(
         max_skipped=config.max_skipped_updates if config.skip_nonfinite_updates else 1,
         biases=biases if any(jax.tree.leaves(biases)) else None,
         bias_rate=config.routed_bias_update_rate,
+        keeps_loads=config.load_balance_over == "batch",
         masters=config.master_weights,
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,

@@ -73,6 +73,15 @@ def experts(lines, state):
     )
 
 
+def load_of_the_batch(lines, state):
+    """Of 4 experts; the first step has an even load, which makes the loss 1."""
+    assert lines[0]["moe_balance"] == pytest.approx(1)
+    load = np.asarray(state.params["layers"]["mlp"]["router_load"])
+    np.testing.assert_allclose(load.sum(axis=-1), 0, atol=1e-5)
+    assert load.min() >= -1
+    assert np.abs(load).max() > 0.01
+
+
 def narrow(lines, state):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
     wide = {
@@ -86,6 +95,7 @@ CHECKS = {
     "replicas within a period": local_updates,
     "loss scale": scaled_losses,
     "experts": experts,
+    "load of the batch": load_of_the_batch,
 }
 
 

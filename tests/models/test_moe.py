@@ -165,6 +165,26 @@ def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
         assert_array_equal(aux[EXPERT_COUNTS], counts)
 
 
+def test_the_load_of_the_step_before_stands_in_for_an_examples_own_choices():
+    """A constant, by hand: the loss is a sum over tokens, and its gradient leaves the load alone."""
+    shape = dataclasses.replace(SHAPE, keeps_load=True)
+    load = normal(E)
+
+    def total(load, x):
+        aux = route(x, Router(ROUTER, load_E=load), jnp.asarray(REAL), shape).aux
+        return jnp.sum(aux[BALANCE]), aux
+
+    (dload, dx), aux = jax.grad(total, (0, 1), has_aux=True)(load, X)
+    expert, *_, score, _ = exact.routing(X, ROUTER, shape)
+    tokens = np.maximum(REAL.sum(1), 1)
+    probability = (score * REAL[..., None]).sum(1) / tokens[:, None]
+    assert_allclose(aux[BALANCE], ((1 + load) * probability).sum(-1), rtol=1e-5)
+    counts = ((expert[..., None] == np.arange(E)) & REAL[..., None, None]).sum((1, 2))
+    assert_array_equal(aux[EXPERT_COUNTS], counts)
+    assert not np.any(dload)
+    assert np.any(dx)
+
+
 def test_plain_experts_are_what_was_chosen_times_its_share():
     """What a run compares its kernels with."""
     expert, share = (

@@ -295,6 +295,22 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else():
     assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
 
 
+def test_routers_loads_are_the_counts_over_their_mean():
+    """5 million, 0, 3 and 1 of the layer's mean 1,250,001; a layer without a token is even."""
+    words = [*EXPERTS.split(), "routed_bias=false", "load_balance_over=batch"]
+    config = load_config(None, [word for word in words if "update_rate" not in word])
+    decoder = make_decoder(config, "cpu")
+    chosen = make_optimizer(config, decoder.axes)
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, 0.5, np.float32), decoder.abstract_params
+    )
+    counts = np.array([[5_000_000, 0, 3, 1], [0, 0, 0, 0]])
+    state = chosen.init(params)
+    got, _ = jax.jit(chosen.finish)(params, state, params, 1e-2, counts)
+    want = [5_000_000 / 1_250_001 - 1, -1, 3 / 1_250_001 - 1, 1 / 1_250_001 - 1]
+    assert_allclose(got["layers"]["mlp"]["router_load"], [want, [0] * 4], rtol=1e-6)
+
+
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
     words = "warmup_steps=2 learning_rate=0.1 learning_rate_final_fraction=0 learning_rate_schedule=linear"
     config = load_config(None, words.split())
