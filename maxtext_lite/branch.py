@@ -11,10 +11,12 @@ from pathlib import Path
 
 from maxtext_lite.analysis.branches import WORSE, Branches, BranchResult, critical_batch
 from maxtext_lite.analysis.page import write_page
+from maxtext_lite.analysis.recommendation import BRANCHES_FILE
 from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.cli import ArgumentParser, at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.records import json_text
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.train import finish
 
 _MOST = 1024
@@ -71,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
     critical = critical_batch(losses)
     page = output / "report.html"
     write_page(read_runs([branch.directory for branch in branches.all]), page)
+    rows = [dataclasses.asdict(each) for each in results]
+    outcome = {"rule": branches.rule, "by": by, "critical_batch": critical, "branches": rows, "report": str(page)}
+    about = {"step": arguments.step, "examples_seen": branches.examples_seen}
+    write_whole(output / BRANCHES_FILE, json_text(outcome | about) + "\n")
     if arguments.json:
-        rows = [dataclasses.asdict(each) for each in results]
-        outcome = {"rule": branches.rule, "by": by, "critical_batch": critical, "branches": rows, "report": str(page)}
         print(json_text(outcome))
         return 0
     print("\n".join(_table(results, losses)))

@@ -136,6 +136,7 @@ class Branches:
     Attributes:
       rule: how the learning rate follows the batch: the given one, else the run's, else sqrt (sgd: linear).
       batch: examples of the run's step at the checkpoint.
+      examples_seen: of the run at the checkpoint.
       all: the branches, smallest batch first.
     Args:
       steps: of the branch with factor 1.
@@ -169,6 +170,7 @@ class Branches:
             )
             raise UserError(f"--step={step}: the learning rate of RUN_DIR={run} {said}. {_nearest(step, trains)}")
         self.batch = int(self._at["global_batch_to_train"])
+        self.examples_seen = int(self._at["examples_seen"])
         self.rule: Rule = rule or config.learning_rate_scaling
         if rule is None and self.rule == "none":
             self.rule = "linear" if config.optimizer == "sgd" else "sqrt"
@@ -192,6 +194,11 @@ class Branches:
             "learning_rate_scaling": self.rule,
             "scale_adam_with_batch": config.scale_adam_with_batch and self.rule == "sqrt",
             "base_global_batch_size": self.batch,
+            "learning_rate_scaling_of": "target",
+            "on_resume_batch": "config",
+            "batch_schedule": [],
+            "batch_schedule_unit": "examples",
+            "global_batch_tokens": 0,
             "global_batch_size": sizes.batch,
             "per_device_batch_size": -1,
             "gradient_accumulation_steps": sizes.accumulation,

@@ -186,14 +186,35 @@ def warmup_steps(budget: Budget, batch: float) -> dict[str, float]:
     return {"OLMo ladder": budget.parameters / batch, "DeepSeek": 2000.0}
 
 
-def doubling_tokens(batch: float) -> Interval:
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A run's critical batch.
+
+    Attributes:
+      batch: in tokens.
+      tokens: seen when it was measured.
+      how: how it was measured, for people.
+    """
+
+    batch: float
+    tokens: float
+    how: str
+
+
+def doubling_tokens(batch: float, measured: Measured | None = None) -> Interval:
     """Tokens that a run must have seen before a batch of `batch` tokens is within the critical batch.
 
     These are the laws for the critical batch, solved for D: the critical batch starts near 0 and grows with the tokens
     seen.
+
+    Args:
+      measured: a point through which each law is to go, which leaves only its exponent; None: as published.
     Source for that growth, and for doubling the batch with it: Merrill et al. 2025, arXiv:2505.23971.
     """
-    return Interval.of(law.inverse(batch) for law in BATCH_LAWS if law.inverse)
+    if measured is None:
+        return Interval.of(law.inverse(batch) for law in BATCH_LAWS if law.inverse)
+    share = batch / measured.batch
+    return Interval.of(measured.tokens * law.inverse(share) / law.inverse(1.0) for law in BATCH_LAWS if law.inverse)
 
 
 _STANDARD_ERRORS = 2

@@ -222,7 +222,7 @@ def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> 
 
 def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[tuple[Config, BatchPlan]]:
     """The legal plans on the config's own mesh, those with the fewest micro-batches first."""
-    for steps in divisors(config.global_batch_size):
+    for steps in divisors(config.stated_global_batch):
         chosen = config.model_copy(update={_STEPS: steps})
         if not isinstance(resolve(chosen, topology), list):
             yield chosen, plan_of(chosen)
@@ -235,7 +235,7 @@ def check_machine(config: Config, topology: Topology) -> None:
       UserError: with every problem of the machine.
     """
     if topology_violations(topology):
-        one_each = {_PER: Fraction(1), _STEPS: 1, "global_batch_size": 0}
+        one_each = {_PER: Fraction(1), _STEPS: 1, "global_batch_size": 0, "global_batch_tokens": 0}
         raise UserError(map(str, refusals(config.model_copy(update=one_each), topology)))
 
 
@@ -326,7 +326,7 @@ def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterato
             plan = resolve(changed, topology)
             if not isinstance(plan, list):
                 model = _model(changed, plan, device, None, flops)
-                yield _Mesh(mesh, changed, plan, model.bound(config.global_batch_size))
+                yield _Mesh(mesh, changed, plan, model.bound(config.stated_global_batch))
                 break
             if any(refusal.key in MESH_KEYS for refusal in plan):  # the mesh itself is illegal
                 break
@@ -334,7 +334,7 @@ def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterato
 
 def _split_keys(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """The keys of a mesh with every accumulation and number of pipeline microbatches."""
-    for steps, pieces in itertools.product(divisors(config.global_batch_size), _pieces(config, mesh)):
+    for steps, pieces in itertools.product(divisors(config.stated_global_batch), _pieces(config, mesh)):
         yield {**mesh, _STEPS: steps, **pieces}
 
 
@@ -347,7 +347,7 @@ def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
 
 def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> list[_Split]:
     """The splits of a mesh, in the order of their lower bounds."""
-    batch = config.global_batch_size
+    batch = config.stated_global_batch
     plan = mesh.plan
     model = _model(mesh.config, plan, device, held, flops_of_example(config))
     found: list[_Split] = []

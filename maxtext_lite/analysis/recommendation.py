@@ -1,9 +1,11 @@
 """What published laws recommend for a config on a machine: intervals, and the legal batches near them."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from maxtext_lite.analysis.laws import (
     WIDENING,
     Budget,
     Interval,
+    Measured,
     adam_b2,
     doubling_tokens,
     interval,
@@ -26,16 +29,23 @@ from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import active_parameters, flops_per_example
 from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import settings_of
+from maxtext_lite.config.errors import settings_of, value_text
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.records import read_records
 
 UTILIZATION = Interval(0.3, 0.5)
 """The range of MFU for which wall-clock time is stated: what well-tuned runs report."""
 
+BRANCHES_FILE = "branches.json"
+"""In the directory of a run's branches: their losses and the critical batch."""
 _DOUBLINGS = 3
 _MOST_TRIED = 64
 _NEAR = math.log(1.2)  # little compared with the range of the laws
 _TOKENS_SAY: dict[str, object] = {
     "global_batch_size": 0,
+    "global_batch_tokens": 0,
+    "batch_schedule": (),
+    "batch_schedule_unit": "examples",
     "enable_rampup_batch_size": False,
     "num_epochs": Fraction(0),
     "last_batch": "drop",
@@ -95,7 +105,7 @@ class Ramp:
     Attributes:
       batches: in tokens, from the first to the target.
       starts: for each batch after the first, the tokens seen from which the laws allow it.
-      overrides: command-line settings for the last doubling, at the middle of its interval; () if there is none.
+      overrides: command-line settings of a schedule that doubles at the middle of each interval; () if there is none.
       refusal: why there is no ramp; "" if there is one.
     """
 
@@ -115,6 +125,7 @@ class Recommendation:
       weight_decay: from the smallest batch at the largest rate to the largest batch at the smallest rate.
       adam_b2: at the ends of `best`.
       warmup_steps: range of the laws at the middle of `best`.
+      measured: the run's critical batch from which the ramp follows; None: from the laws'.
       legal: the distinct legal batches near the ends and the middle of `best` and the ends of its widened interval,
         and within that interval if any is.
     """
@@ -127,6 +138,7 @@ class Recommendation:
     adam_b2: Interval
     warmup_steps: Interval
     ramp: Ramp
+    measured: Measured | None
     legal: tuple[LegalBatch, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +156,7 @@ class Recommendation:
         return found
 
 
-def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:
+def recommend(config: Config, budget: Budget, machine: Machine, measured: Measured | None = None) -> Recommendation:
     """What the laws recommend for the config on the machine.
 
     If the budget is for another model than the config's, its shapes are unknown: the days follow from 6 N D FLOPs, and
@@ -159,10 +171,8 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     flops = None if budget.parameters == active_parameters(config) else 6 * budget.parameters
     wanted = (wide.low, best.low, best.middle, best.high, wide.high)
     legal = [nearest_legal(config, tokens, budget.tokens, machine, flops) for tokens in wanted]
-    ramp = ramp_of(config.optimizer, legal[2].tokens, budget.tokens)
-    if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
-        overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
-        ramp = dataclasses.replace(ramp, overrides=overrides)
+    ramp = ramp_of(config.optimizer, legal[2].tokens, budget.tokens, measured)
+    ramp = dataclasses.replace(ramp, overrides=_schedule_of(config, ramp, legal[2], budget.tokens, machine))
     inside = [each for each in legal if wide.low <= each.tokens <= wide.high]
     distinct = {each.examples: each for each in inside or legal}
     return Recommendation(
@@ -174,15 +184,17 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         Interval.of((adam_b2(best.low), adam_b2(best.high))),
         Interval.of(warmup_steps(budget, best.middle).values()),
         ramp,
+        measured,
         tuple(distinct[examples] for examples in sorted(distinct)),
     )
 
 
-def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
+def ramp_of(optimizer: str, batch: float, tokens: float, measured: Measured | None = None) -> Ramp:
     """Doublings that lead up to a batch, for AdamW.
 
     Args:
       batch: the target, in tokens.
+      measured: as of `doubling_tokens`.
       tokens: tokens of the run; doublings that the laws allow only after its end are omitted.
     """
     if optimizer == "muon":
@@ -192,7 +204,8 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
     if optimizer != "adamw":
         return Ramp(refusal=f"no law is known for optimizer={optimizer}; those above are AdamW's")
     batches = [batch / 2**doublings for doublings in range(_DOUBLINGS, -1, -1)]
-    starts = [start for start in map(doubling_tokens, batches[1:]) if start.low < tokens]  # they grow with the batch
+    starts = [doubling_tokens(doubled, measured) for doubled in batches[1:]]  # they grow with the batch
+    starts = [start for start in starts if start.low < tokens]
     return Ramp(tuple(batches[: len(starts) + 1]), tuple(starts))
 
 
@@ -295,31 +308,59 @@ def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str,
     return found
 
 
-def _doubled_once(
-    config: Config, legal: LegalBatch, start: float, run_tokens: float, machine: Machine
-) -> tuple[str, ...]:
-    """The settings of a ramp from half of a legal batch, after `start` tokens, to that batch; () if there is none."""
-    half = legal.per_device_batch_size / 2
-    example_tokens = config.max_target_length * config.rows_per_example
-    samples = max(round(start / example_tokens), 1)
-    first = math.ceil(Fraction(2 * samples, legal.examples))  # steps of half the batch
-    rest = math.ceil((run_tokens / example_tokens - first * legal.examples / 2) / legal.examples)
+def _schedule_of(config: Config, ramp: Ramp, legal: LegalBatch, run_tokens: float, machine: Machine) -> tuple[str, ...]:
+    """The settings of a schedule up to a legal batch, each batch from the middle of its interval on; () for none."""
+    stages: list[tuple[int, int]] = []
+    for batch, start in itertools.zip_longest(ramp.batches, [0.0, *(start.middle for start in ramp.starts)]):
+        examples = round(legal.examples * batch / legal.tokens)
+        is_larger = not stages or examples > stages[-1][1]
+        if start < run_tokens and examples >= 1 and is_larger:
+            stages.append((int(start) if stages else 0, examples))
+    if len(stages) < 2:
+        return ()
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
-        batch: dict[str, object] = {
+        keys: dict[str, object] = {
             "per_device_batch_size": legal.per_device_batch_size,
-            "gradient_accumulation_steps": legal.gradient_accumulation_steps,
-            "enable_rampup_batch_size": True,
+            "gradient_accumulation_steps": -1,
+            "batch_schedule": tuple(stages),
+            "batch_schedule_unit": "tokens",
             "rampup_mode": mode,
-            "per_device_batch_size_start": half,
-            "per_device_batch_size_increment": half,
-            "global_rampup_samples": samples,
         }
-        keys = _for_steps(config, batch, first + max(rest, 0))
         try:
-            machine.plan(type(config).model_validate({**dict(config), **keys}))
+            plan = machine.plan(type(config).model_validate({**dict(config), **_ANY_STEPS, **keys}))
         except ValidationError:
-            return ()  # more samples or steps than the key may count
+            return ()  # more tokens than a threshold may have
         except UserError:
-            continue  # the accumulation or the number of examples is odd
-        return tuple(settings_of(keys))
+            continue  # a stage is no whole number of micro-batches
+        examples = math.ceil(run_tokens / config.tokens_per_example)
+        steps = plan.length.steps_within(0, examples)
+        steps += plan.length.examples_after(steps, 0) < examples
+        return tuple(settings_of(_for_steps(config, keys, steps)))
     return ()
+
+
+def measured_batch(run: Path, config: Config) -> Measured:
+    """The critical batch of a run: that of its newest branches, or its newest noise scale.
+
+    Raises:
+      UserError: it has neither.
+    """
+    found: list[dict[str, Any]] = []
+    for path in run.parent.glob(f"{run.name}-branches-*/{BRANCHES_FILE}"):
+        outcome = read_object(path)
+        if outcome["critical_batch"] is not None:
+            found.append(outcome)
+    each = config.tokens_per_example
+    if found:
+        newest = max(found, key=lambda outcome: outcome["step"])
+        how = f"branches of step {newest['step']}"
+        return Measured(newest["critical_batch"] * each, newest["examples_seen"] * each, how)
+    scale = "gradient_noise_scale"
+    lines = [line for line in read_records(run / "metrics.jsonl", []) if line.get(scale)]
+    if not lines:
+        raise UserError(
+            f"--from={value_text(run)} has no measured critical batch: no branches, and no gradient_noise_scale in its "
+            "metrics.jsonl. Run `branch` first, or steps of several micro-batches."
+        )
+    how = f"the noise scale of step {lines[-1]['step']}"
+    return Measured(lines[-1][scale] * each, lines[-1]["examples_seen"] * each, how)

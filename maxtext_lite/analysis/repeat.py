@@ -41,6 +41,11 @@ class ReadBatches:
             keys["per_device_batch_size_start"] = per_device / 2
             keys["per_device_batch_size_increment"] = per_device / 2
             keys["global_rampup_samples"] = EXAMPLES // 2
+        if config.batch_schedule:  # the same
+            keys["gradient_accumulation_steps"] = -1
+            keys["batch_schedule"] = ((0, EXAMPLES // 2), (EXAMPLES // 2, EXAMPLES))
+            keys["batch_schedule_unit"] = "examples"
+            keys["rampup_mode"] = "per_device_batch_size"
         return keys
 
     def splits(self, config: Config) -> Sequence[tuple[str, Mapping[str, object], int]]:

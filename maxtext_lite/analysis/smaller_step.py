@@ -80,6 +80,8 @@ def _halves(config: Config, plan: BatchPlan) -> Iterator[Keys]:
     if config.enable_rampup_batch_size:
         ramp = ("per_device_batch_size_start", "per_device_batch_size_increment")
         yield keys | {name: getattr(config, name) / 2 for name in ramp}
+    if config.batch_schedule:
+        keys = {"per_device_batch_size": config.per_device_batch_size / 2}
     yield keys
 
 

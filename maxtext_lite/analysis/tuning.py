@@ -13,6 +13,7 @@ from maxtext_lite.analysis.ranking import is_open, microbatch_choices
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import read_records
 
@@ -67,6 +68,10 @@ def tune(
     """
     if config.enable_rampup_batch_size:
         raise UserError("enable_rampup_batch_size=true: tune measures one batch. Nearest that works: false.")
+    if len(config.batch_schedule) > 1:
+        stages = value_text(config.batch_schedule)
+        target = [[0, config.stated_global_batch]]
+        raise UserError(f"batch_schedule={stages}: tune measures one batch. Nearest that works: {target}.")
     policies: list[Keys] = [{_REMAT: policy} for policy in REMAT_ORDER] if is_open(config, _REMAT) else [{}]
     found: dict[str, tuple[Candidate, Timing]] = {}
 

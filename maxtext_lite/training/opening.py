@@ -173,7 +173,6 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
     device = device_of_kind(kind)
     if device and device_memory_gb is None:
         device_memory_gb = device.memory_bytes / 1e9
-    config = config.model_copy(update={"global_batch_size": config.stated_global_batch})
     if config.num_epochs:
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
     topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))
@@ -181,7 +180,7 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
     keys, how = registry.load("choose", "split")(config, topology, device, plan_of)
     if jax.process_index() == 0:
         said = " ".join(settings_of(keys))
-        print(f"global_batch_size={config.global_batch_size} on {len(devices)} x {kind}: {said}, {how} that fit")
+        print(f"global_batch_size={config.stated_global_batch} on {len(devices)} x {kind}: {said}, {how} that fit")
     return keys
 
 
