@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
     [
         "global_batch_size=64 per_device_batch_size=auto",
         "enable_rampup_batch_size=true",
+        "batch_schedule=[[0,4],[9,8]] batch_schedule_unit=tokens",
+        "global_batch_tokens=16384 per_device_batch_size=auto",
         "num_epochs=2 last_batch=train",
         "warmup_steps=9000 steps=10000",
     ],
@@ -69,10 +72,9 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
 def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, printed):
     words = words.split()
     out = printed(*words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")
-    legal, ramp = (
-        [re.findall(r"\w+=\S+", line) for line in out.splitlines() if part in line]
-        for part in (" examples: ", "global_rampup_samples=")
-    )
+    lines = out.splitlines()
+    legal = [re.findall(r"\w+=\S+", line) for line in lines if " examples: " in line]
+    ramp = [shlex.split(line) for line in lines if "batch_schedule=[[" in line]
     assert (
         len(legal) == 4
     )  # the one nearest to the upper end of the interval is above it

@@ -217,6 +217,13 @@ def doubling_tokens(batch: float, measured: Measured | None = None) -> Interval:
     return Interval.of(measured.tokens * law.inverse(share) / law.inverse(1.0) for law in BATCH_LAWS if law.inverse)
 
 
+def critical_at(tokens: float, measured: Measured) -> float:
+    """The smallest critical batch in tokens, by the laws through a measured one, after `tokens` tokens."""
+    growth = tokens / measured.tokens
+    exponents = [math.log(2) / math.log(law.inverse(2.0) / law.inverse(1.0)) for law in BATCH_LAWS if law.inverse]
+    return measured.batch * min(growth**exponent for exponent in exponents)
+
+
 _STANDARD_ERRORS = 2
 
 

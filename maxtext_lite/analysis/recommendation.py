@@ -18,6 +18,7 @@ from maxtext_lite.analysis.laws import (
     Interval,
     Measured,
     adam_b2,
+    critical_at,
     doubling_tokens,
     interval,
     timescale,
@@ -31,6 +32,7 @@ from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import settings_of, value_text
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import read_records
 
 UTILIZATION = Interval(0.3, 0.5)
@@ -171,8 +173,12 @@ def recommend(config: Config, budget: Budget, machine: Machine, measured: Measur
     flops = None if budget.parameters == active_parameters(config) else 6 * budget.parameters
     wanted = (wide.low, best.low, best.middle, best.high, wide.high)
     legal = [nearest_legal(config, tokens, budget.tokens, machine, flops) for tokens in wanted]
-    ramp = ramp_of(config.optimizer, legal[2].tokens, budget.tokens, measured)
-    ramp = dataclasses.replace(ramp, overrides=_schedule_of(config, ramp, legal[2], budget.tokens, machine))
+    target = legal[2]
+    if measured is not None:  # allowed from about a fifth of the run on
+        largest = critical_at(budget.tokens, measured) / 2
+        target = nearest_legal(config, largest, budget.tokens, machine, flops)
+    ramp = ramp_of(config.optimizer, target.tokens, budget.tokens, measured)
+    ramp = dataclasses.replace(ramp, overrides=_schedule_of(config, ramp, target, budget.tokens, machine))
     inside = [each for each in legal if wide.low <= each.tokens <= wide.high]
     distinct = {each.examples: each for each in inside or legal}
     return Recommendation(
@@ -311,11 +317,12 @@ def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str,
 def _schedule_of(config: Config, ramp: Ramp, legal: LegalBatch, run_tokens: float, machine: Machine) -> tuple[str, ...]:
     """The settings of a schedule up to a legal batch, each batch from the middle of its interval on; () for none."""
     stages: list[tuple[int, int]] = []
+    micro = legal.examples // legal.gradient_accumulation_steps
     for batch, start in itertools.zip_longest(ramp.batches, [0.0, *(start.middle for start in ramp.starts)]):
-        examples = round(legal.examples * batch / legal.tokens)
+        examples = _filling(round(legal.examples * batch / legal.tokens), micro)
         is_larger = not stages or examples > stages[-1][1]
         if start < run_tokens and examples >= 1 and is_larger:
-            stages.append((int(start) if stages else 0, examples))
+            stages.append((int(float(f"{start:.3g}")) if stages else 0, examples))
     if len(stages) < 2:
         return ()
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
@@ -337,6 +344,14 @@ def _schedule_of(config: Config, ramp: Ramp, legal: LegalBatch, run_tokens: floa
         steps += plan.length.examples_after(steps, 0) < examples
         return tuple(settings_of(_for_steps(config, keys, steps)))
     return ()
+
+
+def _filling(examples: int, micro: int) -> int:
+    """This batch, or the nearest multiple of a micro-batch where no divisor of it fills half of one."""
+    fits = max(size for size in divisors(max(examples, 1)) if size <= micro)
+    if examples <= micro or 2 * fits > micro:
+        return examples
+    return round(examples / micro) * micro
 
 
 def measured_batch(run: Path, config: Config) -> Measured:

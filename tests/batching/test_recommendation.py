@@ -1,13 +1,22 @@
 """What the laws recommend is legal on the machine, near what they say, and consistent with itself."""
 
+import json
 import math
 from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.analysis.laws import budget_of, doubling_tokens, interval
+from maxtext_lite.analysis.laws import (
+    Interval,
+    Measured,
+    budget_of,
+    critical_at,
+    doubling_tokens,
+    interval,
+)
 from maxtext_lite.analysis.recommendation import (
     Machine,
+    measured_batch,
     nearest_legal,
     ramp_of,
     recommend,
@@ -135,8 +144,46 @@ def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
     )
     words = [*EIGHT_B, *found.ramp.overrides]
     plan = make_plan(load_config(overrides=words), num_devices=64, num_hosts=8)
-    first, target = plan.stages
-    assert Fraction(
-        first.global_batch_to_train, target.global_batch_to_train
-    ) == Fraction(1, 2)
-    assert first.samples * 4096 == pytest.approx(found.ramp.starts[-1].middle, rel=1e-3)
+    starts = [0, *(start.middle for start in found.ramp.starts)]
+    for stage, start, factor in zip(plan.stages, starts, (8, 4, 2, 1), strict=True):
+        assert stage.global_batch_to_train * factor == plan.global_batch_to_train
+        assert stage.threshold * 4096 == pytest.approx(start, rel=5e-3)
+
+
+def test_a_schedule_follows_from_a_measured_critical_batch():
+    measured = Measured(650_000, 1e9, "branches")
+    # The laws' exponents, 0.47 and 0.462, through the measured point.
+    assert doubling_tokens(650_000, measured) == Interval(1e9, 1e9)
+    doubled = doubling_tokens(1_300_000, measured)
+    assert doubled.low == pytest.approx(1e9 * 2 ** (1 / 0.47))
+    assert doubled.high == pytest.approx(1e9 * 2 ** (1 / 0.462))
+    assert critical_at(4e9, measured) == pytest.approx(650_000 * 4**0.462)
+    assert ramp_of("adamw", 2.6e6, 2e9, measured).batches == (325_000, 650_000)
+
+
+@pytest.mark.parametrize(
+    ("branches", "lines", "expected"),
+    [
+        ([(3, 20.0), (6, None)], [8.0], (20 * 256, 30 * 256)),
+        ([], [None, 8.0, None], (8 * 256, 20 * 256)),
+    ],
+)
+def test_the_critical_batch_of_a_run_is_that_of_its_branches_or_its_noise_scale(
+    tmp_path, branches, lines, expected
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    for step, critical in branches:
+        directory = tmp_path / f"run-branches-{step}"
+        directory.mkdir()
+        outcome = {"step": step, "examples_seen": 10 * step, "critical_batch": critical}
+        (directory / "branches.json").write_text(json.dumps(outcome))
+    records = [
+        {"step": step, "examples_seen": 10 * step, "gradient_noise_scale": scale}
+        for step, scale in enumerate(lines, 1)
+    ]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in records)
+    )
+    found = measured_batch(run, load_config())
+    assert (found.batch, found.tokens) == expected
