@@ -21,10 +21,12 @@ from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.cli import (
     ArgumentParser,
     at_least_one,
+    bounded,
     config_arguments,
     gigabytes,
     local_path,
     machine_arguments,
+    real_number,
     run_command,
     whole_number,
 )
@@ -95,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
-    figures, rows = _predict(config, plan, device)
+    figures, rows = _predict(config, plan, device, arguments.price)
     if arguments.json:
         print(json_text(plan.to_json() | mixture | {"prediction": figures}, indent=2))
         return 0
@@ -113,13 +115,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _predict(config: Config, plan: BatchPlan, device: Device | None) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _predict(
+    config: Config, plan: BatchPlan, device: Device | None, price: float | None
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The time of a step on a device, as JSON and as rows of the table; both empty without the analysis package."""
     if not registry.is_installed("estimate", "step"):
         return {}, []
     from maxtext_lite.analysis.expected import expected_rows
 
-    figures = registry.load("estimate", "step")(config, plan, device)
+    figures = registry.load("estimate", "step")(config, plan, device, price)
     return figures, expected_rows(figures)
 
 
@@ -138,6 +142,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--platform", choices=("cpu", "gpu", "tpu"), help="platform of the devices (default: that of --device, or gpu)"
     )
+    price = "price of an hour of one device: with --device, that of each stage is printed"
+    parser.add_argument("--price", type=bounded(real_number, 0), help=price)
     parser.add_argument("--json", action="store_true", help="print plan.json")
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
     parser.add_argument(

@@ -207,3 +207,27 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path, printed):
         main([*words, "vocab_size=64"])
     assert printed(*words, "vocab_size=260")
     assert printed(words[0], "tokenizer_path=elsewhere.json", "vocab_size=64")
+
+
+def test_each_stage_has_its_tokens_time_and_price(printed):
+    words = (
+        "--devices 8 --device h200 per_device_batch_size=8 steps=30 --price 3".split()
+    )
+    schedule = ["batch_schedule=[[0, 64], [640, 128], [99999, 256]]", "warmup_steps=0"]
+    found = json.loads(printed(*words, *schedule, "--json"))["prediction"]["stages"]
+    assert [(each["first_step"], each["num_steps"]) for each in found] == [
+        (1, 10),
+        (11, 20),
+    ]
+    assert [each["tokens"] for each in found] == [640 * 256, 20 * 128 * 256]
+    for stage, batch in zip(
+        found, (64, 128), strict=True
+    ):  # as a run of this batch alone
+        alone = json.loads(
+            printed(*words, f"gradient_accumulation_steps={batch // 64}", "--json")
+        )
+        seconds = alone["prediction"]["step_seconds"]["bound"] * stage["num_steps"]
+        assert stage["seconds"]["bound"] == pytest.approx(seconds)
+        price = [8 * 3 * each / 3600 for each in stage["seconds"]["expected"]]
+        assert stage["price"] == pytest.approx(price)
+    assert "hours, at a price of" in printed(*words, *schedule)
