@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,8 +25,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _BITS = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """An array as HLO writes it: f32[16,24]{1,0:T(8,128)S(1)}.
 
     Attributes:
@@ -132,8 +132,7 @@ class Computation:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """How often one run of a module executes a computation.
 
     Attributes:
@@ -552,8 +551,7 @@ _LARGEST = 5
 """Number of arrays in `ProgramWork.largest_arrays`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCalls:
+class KernelCalls(NamedTuple):
     """Calls of a kernel: a custom call to code that XLA did not generate.
 
     Attributes:
@@ -568,8 +566,7 @@ class KernelCalls:
     flops: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class LargeArray:
+class LargeArray(NamedTuple):
     """An array that a module allocates, possibly several times at once.
 
     Attributes:
@@ -582,8 +579,7 @@ class LargeArray:
     made_by: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramWork:
+class ProgramWork(NamedTuple):
     """The work of one device in one run of a module. None: unknown, for example because of a loop's trip count.
 
     Attributes:
@@ -613,8 +609,7 @@ class ProgramWork:
         return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
 
 
-@dataclasses.dataclass(frozen=True)
-class InstructionWork:
+class InstructionWork(NamedTuple):
     """The work of one execution of a scheduled instruction, with what is fused into it.
 
     Attributes:

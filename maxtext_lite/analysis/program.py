@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -32,8 +32,7 @@ from maxtext_lite.training.step import make_train_step
 from maxtext_lite.training.synchronise import make_synchronise
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterLayout:
+class ParameterLayout(NamedTuple):
     """The layout of a parameter.
 
     Attributes:
@@ -52,8 +51,7 @@ class ParameterLayout:
     bytes_per_device: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Total traffic of one kind of collective over one set of mesh axes.
 
     Attributes:

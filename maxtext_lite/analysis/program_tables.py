@@ -63,7 +63,7 @@ def program_json(program: Program) -> dict[str, object]:
 
 
 def _fields(rows: Sequence[Any]) -> list[dict[str, object]]:
-    return [dataclasses.asdict(row) for row in rows]
+    return [row._asdict() for row in rows]
 
 
 def program_text(program: Program) -> str:
