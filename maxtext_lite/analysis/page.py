@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from maxtext_lite.analysis.charts import AXES
 from maxtext_lite.analysis.curves import Json, color_class, make_board
@@ -53,8 +52,8 @@ def render_page(runs: Sequence[Run]) -> str:
         planned_rows=_planned_rows(runs),
         setting_rows=_setting_rows(runs),
         environment_rows=_beside([_environment(run) for run in runs]),
-        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        script=Markup((_FOLDER / "page.js").read_text(encoding="utf-8")),
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
         advice=advice,
         bytes_text=bytes_text,
         differs=_differs,
