@@ -53,7 +53,12 @@ class Balance:
             num_slots=plan.micro_batch_slots,
         )
 
-    def arranged(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
+    def arranged(
+        self,
+        source: ExampleSource,
+        ids: np.ndarray,
+        micro_batches: int,
+    ) -> tuple[np.ndarray, float | None]:
         """The order in which the examples of a step are laid out, and the imbalance of attention.
 
         The imbalance says how much longer attention takes than if all shards had equal work: the cost of the costliest
@@ -87,7 +92,11 @@ class Balance:
         return order, float(waited * waiting_shards / totals.sum() - 1)
 
 
-def assign_rows(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:
+def assign_rows(
+    costs: np.ndarray,
+    turns: np.ndarray,
+    shards: np.ndarray,
+) -> np.ndarray:
     """For each place, the row to put there: a permutation that makes shards cost about the same in each turn.
 
     Args:
@@ -122,7 +131,11 @@ def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
     return by_turn[np.lexsort((direction, layer))]
 
 
-def _owners(costs: np.ndarray, room: np.ndarray, paid: np.ndarray) -> np.ndarray:
+def _owners(
+    costs: np.ndarray,
+    room: np.ndarray,
+    paid: np.ndarray,
+) -> np.ndarray:
     """The shard of each row of a turn; the rows come in the order of falling cost, and each shard has limited room.
 
     Each row goes to the shard with the lowest cost so far; among shards without rows, to the one that `paid` least.
@@ -142,7 +155,11 @@ def _owners(costs: np.ndarray, room: np.ndarray, paid: np.ndarray) -> np.ndarray
     return owners
 
 
-def _swap(owners: np.ndarray, costs: np.ndarray, shards: np.ndarray) -> None:
+def _swap(
+    owners: np.ndarray,
+    costs: np.ndarray,
+    shards: np.ndarray,
+) -> None:
     """Swaps the two rows that bring the costliest and the cheapest shard closest, as long as this helps."""
     totals = np.bincount(owners, weights=costs)[shards]
     for _ in range(2 * len(shards)):

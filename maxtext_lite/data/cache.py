@@ -109,7 +109,11 @@ class IndexPlace:
     beside: Path
     fingerprint: str
 
-    def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+    def get(
+        self,
+        name: str,
+        write: Callable[[Path], dict[str, Any]],
+    ) -> Path:
         """The directory of an index, which is made if it does not exist.
 
         Args:
@@ -128,7 +132,11 @@ class IndexPlace:
             return make_directory(index, write)
 
 
-def stored_arrays(place: IndexPlace | None, name: str, parts: Iterator[Arrays]) -> list[np.ndarray]:
+def stored_arrays(
+    place: IndexPlace | None,
+    name: str,
+    parts: Iterator[Arrays],
+) -> list[np.ndarray]:
     """The whole arrays of int64 of an index, in the order of the first part.
 
     Args:

@@ -45,7 +45,12 @@ def read_document(name: str, file: Path, encoder: TextEncoder) -> str:
 
 
 def read_entries(
-    name: str, file: Path, field: str, *, optional: Sequence[str] = (), groups: range | None = None
+    name: str,
+    file: Path,
+    field: str,
+    *,
+    optional: Sequence[str] = (),
+    groups: range | None = None,
 ) -> Iterator[tuple[str, Entry]]:
     """The lines of a file that are not blank, or its rows, each after its place.
 
@@ -100,7 +105,11 @@ def _value(line: dict[str, Any], field: str) -> object:
     return value
 
 
-def batches(documents: Iterable[Document], most: int, most_characters: int) -> Iterator[list[Document]]:
+def batches(
+    documents: Iterable[Document],
+    most: int,
+    most_characters: int,
+) -> Iterator[list[Document]]:
     """Documents in order, in batches for a call of the tokenizer: of `most`, or of enough characters."""
     batch: list[Document] = []
     characters = 0

@@ -79,7 +79,11 @@ def excluded_text(rows: Iterable[ExcludedRow]) -> str:
     return "".join(f"{row.model_dump_json()}\n" for row in rows)
 
 
-def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = "") -> Mapping[int, int]:
+def excluded_ids(
+    source: ExampleSource,
+    rows: Sequence[ExcludedRow],
+    key: str = "",
+) -> Mapping[int, int]:
     """The ids of rows in a source, each with the position of the run from which it is left out.
 
     Args:
@@ -105,7 +109,11 @@ def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = 
     return ids
 
 
-def left_out(ids: np.ndarray, first: int, excluded: Mapping[int, int]) -> np.ndarray:
+def left_out(
+    ids: np.ndarray,
+    first: int,
+    excluded: Mapping[int, int],
+) -> np.ndarray:
     """For each of the ids, at positions `first` and on, whether `excluded_ids` leaves it out there; bool."""
     if not excluded:
         return np.zeros(len(ids), bool)

@@ -73,7 +73,13 @@ def history_of(parts: Sequence[MixtureComponent]) -> History:
     return (Mixture(0, 0, tuple(sorted(parts, key=lambda part: part.fingerprint))),)
 
 
-def continued(history: History, parts: Sequence[MixtureComponent], *, examples_seen: int, tokens_seen: int) -> History:
+def continued(
+    history: History,
+    parts: Sequence[MixtureComponent],
+    *,
+    examples_seen: int,
+    tokens_seen: int,
+) -> History:
     """The history of a run that continues with these parts after `examples_seen` examples.
 
     Raises:
@@ -120,7 +126,14 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Mixtu
     return list(parts.values())
 
 
-def steps_left(config: DataConfig, plan: BatchPlan, source: ExampleSource, *, step: int, examples_seen: int) -> int:
+def steps_left(
+    config: DataConfig,
+    plan: BatchPlan,
+    source: ExampleSource,
+    *,
+    step: int,
+    examples_seen: int,
+) -> int:
     """Steps that a run has left; with mixture_exhausted=stop, only those that end before a source does.
 
     Raises:
@@ -159,7 +172,12 @@ def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
     return "its epochs are over" if stated is None else f"steps={stated} asks for no more"
 
 
-def mixture_sentences(config: DataConfig, source: ExampleSource, first: int, end: int) -> list[str]:
+def mixture_sentences(
+    config: DataConfig,
+    source: ExampleSource,
+    first: int,
+    end: int,
+) -> list[str]:
     """The `shares` of a source for people, with the sources that the run leaves out, or the one that ends it."""
     sentences = [
         f"source {row['name']}: {row['examples']:,} examples, {row['target_tokens']:,} target tokens; {row['rows']:,} "
@@ -176,7 +194,13 @@ def mixture_sentences(config: DataConfig, source: ExampleSource, first: int, end
     return sentences
 
 
-def early_stop_note(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
+def early_stop_note(
+    config: Config,
+    plan: BatchPlan,
+    *,
+    steps: int,
+    examples_seen: int,
+) -> list[str]:
     """A sentence on the learning rate of a run that its data end before its schedule does; [] for any other run.
 
     The schedule ends where the run would without a limit of its data, as a run that resumes with more needs it.

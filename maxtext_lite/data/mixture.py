@@ -261,7 +261,12 @@ class MixtureSource(ExampleSource):
         named = zip(self.parts, self.sources, strict=True)
         return {part.name: given.get(part.fingerprint, 0) / len(source) for part, source in named}
 
-    def tokens_by_source(self, first: int, stop: int, seed: int) -> dict[str, int]:
+    def tokens_by_source(
+        self,
+        first: int,
+        stop: int,
+        seed: int,
+    ) -> dict[str, int]:
         """Exact target tokens that each source gives between two positions of the run, by name."""
         before = self._stream.given(first)
         after = self._stream.given(stop)
@@ -283,7 +288,11 @@ class MixtureSource(ExampleSource):
         names = {part.fingerprint: part.name for part in self.parts}
         return {names[each]: position for each, position in left_out.items() if position < end}
 
-    def shares(self, first: int, end: int) -> list[dict[str, Any]]:
+    def shares(
+        self,
+        first: int,
+        end: int,
+    ) -> list[dict[str, Any]]:
         """What a run takes from each source between two positions, as JSON.
 
         `rows` and `token_share` are for these positions, by the sources' mean target tokens; `epochs` for the whole

@@ -24,7 +24,13 @@ _LARGEST_SORTED = 2**16
 _MOST_KEPT = 256  # permutations: two epochs of each source of a mixture; 32 MB if all are of the largest size
 
 
-def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.ndarray:
+def example_ids(
+    first: int,
+    count: int,
+    *,
+    num_examples: int,
+    seed: int,
+) -> np.ndarray:
     """The ids of the examples `first .. first + count - 1` of a run.
 
     Epoch e consists of positions e * num_examples to (e + 1) * num_examples - 1. It contains each id once, in the order
@@ -60,7 +66,12 @@ def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.n
     return ids
 
 
-def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarray:
+def _shuffled(
+    indices: np.ndarray,
+    *,
+    num_examples: int,
+    seed: int,
+) -> np.ndarray:
     """The images of these indices under a permutation of range(num_examples): that of grain.experimental.index_shuffle.
 
     Numbers of an even number of bits are encrypted, repeatedly until they are below num_examples.

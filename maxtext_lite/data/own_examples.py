@@ -67,7 +67,12 @@ class OwnExamples(ExampleSource):
             )
         return fields
 
-    def _checked(self, where: str, name: str, given: np.ndarray) -> np.ndarray:
+    def _checked(
+        self,
+        where: str,
+        name: str,
+        given: np.ndarray,
+    ) -> np.ndarray:
         """A field in its dtype; refuses values that this would change, and those that no field of this name has."""
         dtype = field_dtype(name)
         is_float = dtype is np.float32 and (given.dtype.kind == "f" or given.dtype.name == "bfloat16")
@@ -93,7 +98,13 @@ class OwnExamples(ExampleSource):
         return cast
 
 
-def own_examples(examples: Examples, *, key: str, num_tokens: int, vocab_size: int) -> OwnExamples:
+def own_examples(
+    examples: Examples,
+    *,
+    key: str,
+    num_tokens: int,
+    vocab_size: int,
+) -> OwnExamples:
     """The source of a user's examples, the first of which is read.
 
     Args:

@@ -227,7 +227,14 @@ class RecordStream:
 
 
 @functools.lru_cache(maxsize=_MOST_RECORDS)
-def _record(file: Path, sha256: str, records: int, record: int, due: int, dtype: np.dtype[Any]) -> np.ndarray:
+def _record(
+    file: Path,
+    sha256: str,
+    records: int,
+    record: int,
+    due: int,
+    dtype: np.dtype[Any],
+) -> np.ndarray:
     """A record of `due` token ids, of a file with this many records."""
     try:
         (content,) = _reader(file, sha256, records).read(record, record + 1)
@@ -279,7 +286,11 @@ def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     return reader
 
 
-def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
+def open_prepared(
+    key: str,
+    path: Path,
+    shards: Path | None = None,
+) -> tuple[RecordStream, np.ndarray]:
     """The stream of a prepared dataset, and where each document starts, then its length; int64, memory-mapped.
 
     This reads the manifest, and of every shard its size and ends.

@@ -64,7 +64,12 @@ def _paths(column: Any) -> list[str]:
 
 
 def read_rows(
-    name: str, path: str, *, required: str = "", optional: Sequence[str] | None = None, groups: range | None = None
+    name: str,
+    path: str,
+    *,
+    required: str = "",
+    optional: Sequence[str] | None = None,
+    groups: range | None = None,
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """For each row, a function that returns its values by column.
 

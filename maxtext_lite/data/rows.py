@@ -342,7 +342,11 @@ def _places(num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens, dtype=np.int32)
 
 
-def _targets_between(document_starts: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+def _targets_between(
+    document_starts: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+) -> np.ndarray:
     """Target tokens of each stretch of inputs: all except the last of each document."""
     next_starts = np.asarray(document_starts)[1:]
     ended = next_starts.searchsorted(stop, side="right") - next_starts.searchsorted(start, side="right")
@@ -355,7 +359,12 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return (first - np.cumsum(counts) + counts)[owners] + np.arange(len(owners)), owners
 
 
-def with_padding(slots: np.ndarray, owners: np.ndarray, num_rows: int, num_tokens: int) -> Documents:
+def with_padding(
+    slots: np.ndarray,
+    owners: np.ndarray,
+    num_rows: int,
+    num_tokens: int,
+) -> Documents:
     """Documents that take these slots of their rows, and the padding of each row."""
     left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
     padding = np.arange(len(slots) + num_rows) >= len(slots)
@@ -381,7 +390,12 @@ class FilledRows:
         """Numbers of the sequences in a row."""
         return self.members[self.starts[row] : self.starts[row + 1]]
 
-    def documents(self, rows: np.ndarray, starts: np.ndarray, num_tokens: int) -> Documents:
+    def documents(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        num_tokens: int,
+    ) -> Documents:
         """The sequences in these rows of `num_tokens` slots; sequence n takes starts[n + 1] - starts[n] - 1 of them."""
         places, owners = ranges(self.starts[rows], self.starts[rows + 1] - self.starts[rows])
         numbers = self.members[places]
@@ -426,7 +440,12 @@ _WINDOW_TOKENS = 2**27  # at most, unless a single document has more
 _DOCUMENTS_AT_A_TIME = 2**20
 
 
-def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, place: IndexPlace | None = None) -> Rows:
+def rows_of(
+    packing: bool | str,
+    document_starts: np.ndarray,
+    num_tokens: int,
+    place: IndexPlace | None = None,
+) -> Rows:
     """The rows of a stream.
 
     Args:

@@ -125,12 +125,21 @@ class ExampleSource:
         del end
         return {}
 
-    def shares(self, first: int, end: int) -> list[dict[str, Any]]:
+    def shares(
+        self,
+        first: int,
+        end: int,
+    ) -> list[dict[str, Any]]:
         """What a run takes from each source of a mixture between two positions, as JSON."""
         del first, end
         return []
 
-    def tokens_by_source(self, first: int, stop: int, seed: int) -> dict[str, int]:
+    def tokens_by_source(
+        self,
+        first: int,
+        stop: int,
+        seed: int,
+    ) -> dict[str, int]:
         """Exact target tokens that each source gives between two positions of a run, by name."""
         return {"": self.target_tokens(first, stop, seed)}
 
@@ -152,7 +161,13 @@ class ExampleSource:
         return tokens
 
 
-def num_held_out(eval_fraction: float, count: int, what: str, *, more: str = "data, a smaller") -> int:
+def num_held_out(
+    eval_fraction: float,
+    count: int,
+    what: str,
+    *,
+    more: str = "data, a smaller",
+) -> int:
     """Examples to hold out: floor(eval_fraction x count), but at least one; 0 if the fraction is 0.
 
     Args:

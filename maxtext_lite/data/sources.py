@@ -104,7 +104,10 @@ def _open_mixture(config: DataConfig, sources: SourceList, vocab_size: int | Non
 
 
 def with_history(
-    config: DataConfig, source: ExampleSource, saved: Sequence[Mapping[str, Any]] = (), seen: tuple[int, int] = (0, 0)
+    config: DataConfig,
+    source: ExampleSource,
+    saved: Sequence[Mapping[str, Any]] = (),
+    seen: tuple[int, int] = (0, 0),
 ) -> tuple[ExampleSource, list[dict[str, Any]]]:
     """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
 
@@ -131,7 +134,13 @@ def with_history(
     return source, [dataclasses.asdict(mixture) for mixture in history]
 
 
-def open_path(config: DataConfig, *, key: str, path: str, vocab_size: int | None) -> ExampleSource:
+def open_path(
+    config: DataConfig,
+    *,
+    key: str,
+    path: str,
+    vocab_size: int | None,
+) -> ExampleSource:
     """All examples of a path; other arguments and errors as of `open_sources`.
 
     Args:

@@ -104,7 +104,13 @@ def listed_rows_on_hosts(config: Config, source: ExampleSource) -> list[Excluded
     return listed
 
 
-def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:
+def target_tokens_of_run(
+    source: ExampleSource,
+    *,
+    total_examples: int,
+    seed: int,
+    loading_hosts: Sequence[int],
+) -> int:
     """Exact target tokens of the first `total_examples` examples of a run. All hosts must call it."""
     tokens = 0
     if jax.process_index() == loading_hosts[0]:
@@ -114,7 +120,12 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
 
 
 def source_tokens_of_run(
-    source: ExampleSource, first: int, stop: int, *, seed: int, loading_hosts: Sequence[int]
+    source: ExampleSource,
+    first: int,
+    stop: int,
+    *,
+    seed: int,
+    loading_hosts: Sequence[int],
 ) -> dict[str, int]:
     """Target tokens of each source between two positions of a run, by name. All hosts must call it."""
     reads = jax.process_index() == loading_hosts[0]

@@ -52,7 +52,11 @@ _IDS_AT_ONCE = 2**22
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedDocuments:
+def tokenized_text(
+    config: DataConfig,
+    encoder: TextEncoder,
+    files: list[tuple[str, Path]],
+) -> TokenizedDocuments:
     """The text of these files, if it is large from the cache, made first if it is missing or damaged.
 
     Other processes wait while it is made.
@@ -89,7 +93,11 @@ def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[Ar
             complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
 
 
-def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedDocuments | None:
+def _cached(
+    config: RunConfig,
+    encoder: TextEncoder,
+    files: list[tuple[str, Path]],
+) -> TokenizedDocuments | None:
     """The text from the cache, into which it is tokenized first if it is missing; None if no cache can be written."""
     # Beside the runs, where many hosts see it and there is room for it.
     beside = config.base_output_directory
@@ -132,7 +140,11 @@ def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
     return key.hexdigest()[:32]
 
 
-def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> dict[str, Any]:
+def _write(
+    made: Path,
+    encoder: TextEncoder,
+    files: list[tuple[str, Path]],
+) -> dict[str, Any]:
     """Writes the arrays of a text; returns its fingerprint."""
     write_parts(made, _encoded(encoder, files))
     tokens, starts, _ = _mapped(made, encoder)

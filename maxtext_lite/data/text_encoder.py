@@ -111,7 +111,12 @@ class TextEncoder:
             found["special_tokens_in_text"] = self.in_text
         return found
 
-    def disagreement(self, begin_ids: Sequence[int] | None, *, add_eos: bool) -> str | None:
+    def disagreement(
+        self,
+        begin_ids: Sequence[int] | None,
+        *,
+        add_eos: bool,
+    ) -> str | None:
         """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's.
 
         Args:
@@ -150,7 +155,11 @@ class TextEncoder:
 
     # ---- Documents ----------------------------------------------------------------------------------------------
 
-    def documents(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
+    def documents(
+        self,
+        texts: Sequence[str],
+        dtype: np.dtype[Any],
+    ) -> EncodedDocuments:
         """The tokens of documents; an empty one leaves nothing in the stream.
 
         Raises:
@@ -213,7 +222,13 @@ class TextEncoder:
         words = [name for name, token_ids in zip(names, encoded, strict=True) if self.is_special[token_ids].any()]
         return any_of_names(words) if words else None
 
-    def check_plain(self, text: str, token_ids: np.ndarray, is_control: np.ndarray, written: Sequence[int]) -> None:
+    def check_plain(
+        self,
+        text: str,
+        token_ids: np.ndarray,
+        is_control: np.ndarray,
+        written: Sequence[int],
+    ) -> None:
         """Refuses control tokens among those of a text, except those `written` there by a template."""
         for token_id, count in Counter(token_ids[is_control[token_ids]].tolist()).items():
             if count <= written.count(token_id):
@@ -228,14 +243,22 @@ class TextEncoder:
             )
 
 
-def joined(documents: Sequence[np.ndarray], dtype: np.dtype[Any], num_spelled: int) -> EncodedDocuments:
+def joined(
+    documents: Sequence[np.ndarray],
+    dtype: np.dtype[Any],
+    num_spelled: int,
+) -> EncodedDocuments:
     """Documents from the tokens of each."""
     lengths = np.array([len(token_ids) for token_ids in documents], np.int64)
     stream = np.concatenate([np.zeros(0, dtype), *(token_ids.astype(dtype) for token_ids in documents)])
     return EncodedDocuments(stream, lengths, num_spelled)
 
 
-def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[str, ...]:
+def spelled_notes(
+    count: int,
+    in_text: str,
+    where: str = "the text",
+) -> tuple[str, ...]:
     """A sentence on special tokens that texts spell, if there are any; `in_text` is special_tokens_in_text."""
     became = "plain characters" if in_text == "plain" else "this token" if count == 1 else "these tokens"
     return (f"{counted(count, 'special token')} spelled in {where} became {became}.",) if count else ()

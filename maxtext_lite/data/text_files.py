@@ -232,7 +232,12 @@ def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
         raise EOFError("it is cut short")
 
 
-def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(
+    name: str,
+    file: pathlib.Path,
+    *,
+    wanted: str,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON object on each nonblank line of a file, after its place, "file:line"; or each row by its columns.
 
     Args:
@@ -258,7 +263,12 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
         yield where, json_object(where, line, wanted=wanted)
 
 
-def json_object(where: str, line: bytes, *, wanted: str) -> dict[str, Any]:
+def json_object(
+    where: str,
+    line: bytes,
+    *,
+    wanted: str,
+) -> dict[str, Any]:
     """The JSON object on a line.
 
     Args:
@@ -278,7 +288,13 @@ def json_object(where: str, line: bytes, *, wanted: str) -> dict[str, Any]:
     return value
 
 
-def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_objects(
+    key: str,
+    path: str,
+    *,
+    reads: str,
+    wanted: str,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """`json_lines` of all files of a path (`find_files`), none of which may be plain text.
 
     Args:
