@@ -74,7 +74,8 @@ class Balance:
         documents = source.documents(ids)
         if documents is None:
             return order, None
-        costs = np.bincount(documents.rows, weights=self.cost(documents.lengths), minlength=len(ids))
+        cost_of_document = self.cost(documents.lengths)
+        costs = np.bincount(documents.rows, weights=cost_of_document, minlength=len(ids))
         slots, micro_batch = np.divmod(np.arange(len(ids)), micro_batches)
         piece_slots = self.num_slots // (self.num_shards * self.num_pieces)
         shards, piece = np.divmod(slots // piece_slots, self.num_pieces)
@@ -86,7 +87,8 @@ class Balance:
                 order[own] = own[assign_rows(costs[own], turns[own], shards[own])]
             costs = costs[order]
         num_turns = micro_batches * self.num_pieces
-        totals = np.bincount(turns * self.num_shards + shards, weights=costs, minlength=num_turns * self.num_shards)
+        cells = turns * self.num_shards + shards
+        totals = np.bincount(cells, weights=costs, minlength=num_turns * self.num_shards)
         waiting_shards = self.num_shards // self.num_replicas  # that wait for each other
         waited = totals.reshape(-1, waiting_shards).max(axis=1).sum()
         return order, float(waited * waiting_shards / totals.sum() - 1)
@@ -125,7 +127,8 @@ def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
     """
     by_turn = np.sort(turns, kind="stable")
     counts = np.unique(turns, return_counts=True)[1]
-    place = np.arange(len(turns)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_places = np.cumsum(counts) - counts
+    place = np.arange(len(turns)) - np.repeat(first_places, counts)
     layer = place // num_shards
     direction = np.where(layer % 2, -by_turn, by_turn)
     return by_turn[np.lexsort((direction, layer))]
@@ -141,8 +144,9 @@ def _owners(
     Each row goes to the shard with the lowest cost so far; among shards without rows, to the one that `paid` least.
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), with limited room.
     """
-    least = [(0.0, paid[shard], shard, int(room[shard])) for shard in np.flatnonzero(room).tolist()]
-    heapq.heapify(least)
+    least: list[tuple[float, float, int, int]] = []
+    for shard in np.flatnonzero(room).tolist():
+        heapq.heappush(least, (0.0, paid[shard], shard, int(room[shard])))
     owners = np.empty(len(costs), np.int64)
     for row, cost in enumerate(costs.tolist()):
         total, before, shard, left = least[0]
@@ -171,7 +175,8 @@ def _swap(
         ours = np.flatnonzero(owners == shards[most])
         theirs = np.flatnonzero(owners == shards[least])
         moved = costs[ours][:, None] - costs[theirs]
-        one, other = np.unravel_index(np.abs(moved - apart / 2).argmin(), moved.shape)
+        best = np.abs(moved - apart / 2).argmin()
+        one, other = np.unravel_index(best, moved.shape)
         if not 0 < moved[one, other] < apart:
             return
         owners[ours[one]] = shards[least]

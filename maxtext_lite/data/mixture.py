@@ -121,7 +121,8 @@ def _segment(
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,8 @@ class MixtureSource(ExampleSource):
 
     @functools.cached_property
     def _first_ids(self) -> np.ndarray:
-        return np.cumsum([0, *(len(source) for source in self.sources)], dtype=np.int64)
+        lengths = [len(source) for source in self.sources]
+        return np.cumsum([0, *lengths], dtype=np.int64)
 
     @property
     def fingerprint(self) -> str:
@@ -171,7 +173,10 @@ class MixtureSource(ExampleSource):
     @property
     def notes(self) -> Sequence[str]:
         """The notes of the sources, with their names."""
-        return [f"{name}: {note}" for name, source in self.named().items() for note in source.notes]
+        found: list[str] = []
+        for name, source in self.named().items():
+            found += [f"{name}: {note}" for note in source.notes]
+        return found
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -180,7 +185,10 @@ class MixtureSource(ExampleSource):
 
     def describe(self) -> list[dict[str, Any]]:
         """The entries of all sources, with their names."""
-        return [about | {"name": name} for name, source in self.named().items() for about in source.describe()]
+        found: list[dict[str, Any]] = []
+        for name, source in self.named().items():
+            found += [about | {"name": name} for about in source.describe()]
+        return found
 
     def named(self) -> dict[str, ExampleSource]:
         """The sources by name."""
@@ -223,7 +231,8 @@ class MixtureSource(ExampleSource):
         """For each example the name of its source and its number there."""
         numbers = self._numbers(ids)
         rows = ids - self._first_ids[numbers]
-        return [(self.parts[number].name, row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
+        names = [self.parts[number].name for number in numbers.tolist()]
+        return [*zip(names, rows.tolist(), strict=True)]
 
     def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
         """The examples at these positions of the run, or of the held-out examples; int64."""
@@ -251,9 +260,10 @@ class MixtureSource(ExampleSource):
 
     def hashed(self, ids: np.ndarray) -> np.ndarray:
         """For each example its number in its source plus an offset of the source, uint64: ids depend on the list."""
-        salts = np.array([self._stream.salt(part.fingerprint) for part in self.parts], np.uint64)
+        salts = [self._stream.salt(part.fingerprint) for part in self.parts]
         numbers = self._numbers(ids)
-        return (ids - self._first_ids[numbers]).astype(np.uint64) + salts[numbers]
+        rows = ids - self._first_ids[numbers]
+        return rows.astype(np.uint64) + np.array(salts, np.uint64)[numbers]
 
     def epochs(self, examples_seen: int) -> dict[str, float]:
         """How often each source has been read up to a position of the run, by name."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeAlias
@@ -68,7 +69,8 @@ class PeriodicRule:
         """Rows that each source has given after n rows."""
         periods, part = divmod(n, len(self.source_of))
         begun = np.bincount(self.source_of[:part], minlength=len(self.rows))
-        return [periods * int(whole) + int(more) for whole, more in zip(self.rows, begun, strict=True)]
+        whole = [periods * rows for rows in self.rows.tolist()]
+        return [*map(operator.add, whole, begun.tolist())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,11 @@ def position_of(rule: MixtureRule, source: int, rank: int) -> int:
     end = rank + 1
     while rule.counts(end)[source] <= rank:
         end *= 2
-    return bisect.bisect_right(range(end), rank, key=lambda rows: rule.counts(rows)[source]) - 1
+
+    def given(rows: int) -> int:
+        return rule.counts(rows)[source]
+
+    return bisect.bisect_right(range(end), rank, key=given) - 1
 
 
 @functools.lru_cache(maxsize=16)
@@ -199,6 +205,8 @@ def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
         light, _, left = heapq.heappop(heap)
         heavy, _, right = heapq.heappop(heap)
         children[node] = left, right
-        left_shares[node] = min(max(round(light / (light + heavy) * 2**64), 1), 2**64 - 1)
-        heapq.heappush(heap, (light + heavy, len(shares) + root - node, node))
+        both = light + heavy
+        left_share = round(light / both * 2**64)
+        left_shares[node] = min(max(left_share, 1), 2**64 - 1)
+        heapq.heappush(heap, (both, len(shares) + root - node, node))
     return TreeRule(children, left_shares)

@@ -91,8 +91,11 @@ def _shuffled(
         right = x & mask
         for key in keys:
             twice = right | (right << width)  # shifting this to the right rotates `right` to the left
-            mixed = ((twice >> (width - kind(1))) & (twice >> (width - kind(8)))) ^ (twice >> (width - kind(2)))
-            left, right = right, left ^ (mixed & mask) ^ key
+            by_1 = twice >> (width - kind(1))
+            by_2 = twice >> (width - kind(2))
+            by_8 = twice >> (width - kind(8))
+            mixed = ((by_1 & by_8) ^ by_2) & mask
+            left, right = right, left ^ mixed ^ key
         return (left << width) | right
 
     found = encrypted(indices.astype(kind))
@@ -142,7 +145,8 @@ def examples_hash(ids: np.ndarray) -> str:
     of a batch add up to the hash of the whole.
     """
     with np.errstate(over="ignore"):
-        total = _splitmix64(np.asarray(ids).astype(np.uint64)).sum(dtype=np.uint64)
+        mixed = _splitmix64(np.asarray(ids).astype(np.uint64))
+        total = mixed.sum(dtype=np.uint64)
     return f"{int(total):016x}"
 
 
@@ -156,7 +160,8 @@ def _epoch_key(seed: int, epoch: int) -> int:
 def _sorted_permutation(num_examples: int, key: int) -> np.ndarray:
     """The numbers below num_examples, ordered by splitmix64(key + number), whose values are all different."""
     with np.errstate(over="ignore"):
-        order = np.argsort(_splitmix64(np.uint64(key) + np.arange(num_examples, dtype=np.uint64)))
+        numbers = np.arange(num_examples, dtype=np.uint64)
+        order = np.argsort(_splitmix64(np.uint64(key) + numbers))
     permutation = order.astype(np.uint16)
     permutation.flags.writeable = False
     return permutation

@@ -63,7 +63,8 @@ def count_by_length(document_starts: np.ndarray) -> tuple[np.ndarray, int, int]:
     shortest = 2**62
     for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_ONCE):
         lengths = np.diff(document_starts[first : first + _DOCUMENTS_AT_ONCE + 1])
-        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
+        _, exponents = np.frexp(lengths.astype(np.float64))
+        counts += np.bincount(exponents - 1, minlength=64)
         longest = max(longest, int(lengths.max()))
         shortest = min(shortest, int(lengths.min()))
     return counts, shortest, longest
@@ -199,7 +200,8 @@ class Rows:
         begun = np.minimum(document_starts[first], stops) - starts
         later = np.minimum(document_starts[within + 1], stops[places]) - document_starts[within]
         lengths = np.concatenate([begun, later])
-        return with_padding(lengths, np.concatenate([owners, owners[places]]), len(rows), self.num_tokens)
+        owners = np.concatenate([owners, owners[places]])
+        return with_padding(lengths, owners, len(rows), self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,12 +292,14 @@ class BestFitRows(Rows):
         first_pieces = np.asarray(self.first_pieces)
         slots_before = np.asarray(self.slots_before)
         pieces, owners = ranges(first_pieces[rows], first_pieces[rows + 1] - first_pieces[rows])
-        return Stretches(np.asarray(self.starts)[pieces], slots_before[pieces + 1] - slots_before[pieces], owners)
+        slots = slots_before[pieces + 1] - slots_before[pieces]
+        return Stretches(np.asarray(self.starts)[pieces], slots, owners)
 
     def stretches_of_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Starts and slots of one row's pieces, faster than `stretches`."""
         first, stop = self.first_pieces[row : row + 2].tolist()
-        return np.asarray(self.starts[first:stop]), np.diff(np.asarray(self.slots_before[first : stop + 1]))
+        slots_before = np.asarray(self.slots_before[first : stop + 1])
+        return np.asarray(self.starts[first:stop]), np.diff(slots_before)
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Target tokens of these rows, in which every input has one; repeated rows count repeatedly."""
@@ -356,7 +360,8 @@ def _targets_between(
 def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the numbers first[i] to first[i] + counts[i] - 1 for each i in turn, the i of each number); int64."""
     owners = np.repeat(np.arange(len(counts)), counts)
-    return (first - np.cumsum(counts) + counts)[owners] + np.arange(len(owners)), owners
+    offsets = first - np.cumsum(counts) + counts
+    return offsets[owners] + np.arange(len(owners)), owners
 
 
 def with_padding(
@@ -366,9 +371,11 @@ def with_padding(
     num_tokens: int,
 ) -> Documents:
     """Documents that take these slots of their rows, and the padding of each row."""
-    left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
-    padding = np.arange(len(slots) + num_rows) >= len(slots)
-    return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]), padding)
+    used = np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
+    lengths = np.concatenate([slots, num_tokens - used])
+    rows = np.concatenate([owners, np.arange(num_rows)])
+    padding = np.arange(len(lengths)) >= len(slots)
+    return Documents(lengths, rows, padding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,9 +404,11 @@ class FilledRows:
         num_tokens: int,
     ) -> Documents:
         """The sequences in these rows of `num_tokens` slots; sequence n takes starts[n + 1] - starts[n] - 1 of them."""
-        places, owners = ranges(self.starts[rows], self.starts[rows + 1] - self.starts[rows])
+        first = self.starts[rows]
+        places, owners = ranges(first, self.starts[rows + 1] - first)
         numbers = self.members[places]
-        return with_padding(starts[numbers + 1] - starts[numbers] - 1, owners, len(rows), num_tokens)
+        slots = starts[numbers + 1] - starts[numbers] - 1
+        return with_padding(slots, owners, len(rows), num_tokens)
 
 
 def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:
@@ -482,7 +491,8 @@ def _fitted_windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Ar
     none = np.zeros(0, np.int64)
     yield {"starts": none, "slots_before": slots_before, "first_pieces": num_pieces, "cut_documents": none}
     while first < count:
-        stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
+        most_tokens = document_starts[first] + _WINDOW_TOKENS
+        stop = int(np.searchsorted(np.asarray(document_starts), most_tokens, "right")) - 1
         stop = min(max(stop, first + 1), first + _WINDOW_DOCUMENTS, count)
         documents = np.asarray(document_starts[first : stop + 1])
         starts, slots, keys = _fitted(documents, num_tokens)
@@ -490,8 +500,10 @@ def _fitted_windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Ar
         if not len(starts):  # every document is a single token
             continue
         slots_before = slots_before[-1] + np.cumsum(slots)
-        num_pieces = num_pieces[-1] + np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
-        cut = np.array([(np.diff(documents) - 1 > num_tokens).sum()], np.int64)
+        row_ends = np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
+        num_pieces = num_pieces[-1] + row_ends
+        is_cut = np.diff(documents) - 1 > num_tokens
+        cut = np.array([is_cut.sum()], np.int64)
         yield {"starts": starts, "slots_before": slots_before, "first_pieces": num_pieces, "cut_documents": cut}
 
 
@@ -504,7 +516,8 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     starts = document_starts[:-1]
     slots = np.diff(document_starts) - 1
     whole, rest = np.divmod(slots, num_tokens)
-    number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
+    before = np.cumsum(whole) - whole
+    number = np.arange(whole.sum()) - np.repeat(before, whole)
     whole_starts = np.repeat(starts, whole) + num_tokens * number
     has_rest = np.flatnonzero(rest)
     rest_starts = (starts + whole * num_tokens)[has_rest]
@@ -512,7 +525,8 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     longest_first = np.argsort(-rest, kind="stable")
     rows = fill_rows(rest[longest_first], num_tokens, packing=True)
     members = longest_first[rows.members]
-    keys = np.repeat(rest_starts[members[rows.starts[:-1]]], np.diff(rows.starts))
+    longest = members[rows.starts[:-1]]
+    keys = np.repeat(rest_starts[longest], np.diff(rows.starts))
     starts = np.concatenate([whole_starts, rest_starts[members]])
     slots = np.concatenate([np.full(len(whole_starts), num_tokens), rest[members]])
     keys = np.concatenate([whole_starts, keys])

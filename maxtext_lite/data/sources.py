@@ -91,7 +91,8 @@ def _open_mixture(config: DataConfig, sources: SourceList, vocab_size: int | Non
     opened: list[Opened] = []
     one = config
     for entry in sources.entries:
-        opened.append(open_sources(one.model_copy(update={"dataset_path": entry.path}), vocab_size=vocab_size))
+        only = one.model_copy(update={"dataset_path": entry.path})
+        opened.append(open_sources(only, vocab_size=vocab_size))
         if has_eval_path:  # its text is opened with the first source
             one = one.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
     parts = parts_of(config, [training for training, _ in opened])
@@ -146,7 +147,9 @@ def open_path(
     Args:
       key: what messages call the path.
     """
-    return _opens(config)(config, _tokenizer(config, vocab_size), key=key, path=path, vocab_size=vocab_size)[0]
+    tokenizer = _tokenizer(config, vocab_size)
+    source, _ = _opens(config)(config, tokenizer, key=key, path=path, vocab_size=vocab_size)
+    return source
 
 
 def _opens(config: DataConfig) -> Callable[..., Opened]:
@@ -247,7 +250,8 @@ class TextSource(ExampleSource):
         if isinstance(self.row_layout, BestFitRows):
             about["cut_documents"] = self.row_layout.cut_documents
         if self.num_documents <= _MOST_COUNTED:
-            about["lengths"] = np.trim_zeros(count_by_length(self.text.starts)[0], "b").tolist()
+            counts, _, _ = count_by_length(self.text.starts)
+            about["lengths"] = np.trim_zeros(counts, "b").tolist()
         return [about]
 
 
@@ -278,7 +282,8 @@ class SyntheticSource(ExampleSource):
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example, as `Rows.build` describes it. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_examples)
-        generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
+        key = np.array([self.seed, example_id], np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key))
         drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)
         return segments_row([(drawn, 1.0)], self.num_tokens)
 

@@ -142,8 +142,11 @@ class TextEncoder:
         """The tokens of a text, then end-of-text, unless it ends with that already, apart from white space."""
         tail = token_ids[-LONGEST_TAIL:]
         ends = np.flatnonzero(tail == self._end)
-        is_ended = len(ends) > 0 and not self.tokenizer.decode(tail[ends[-1] :].tolist()).strip()
-        return token_ids if is_ended else np.concatenate([token_ids, self._end])
+        if len(ends):
+            after = self.tokenizer.decode(tail[ends[-1] :].tolist())
+            if not after.strip():
+                return token_ids
+        return np.concatenate([token_ids, self._end])
 
     def or_end(self, token_ids: np.ndarray) -> np.ndarray:
         """The tokens, or end-of-text if there are none: a text begins after the end of another."""
@@ -166,8 +169,11 @@ class TextEncoder:
           UserError: a text spells special tokens that it must not spell, or that have no plain characters.
         """
         encoded, num_spelled = self.encode(texts)
-        ended = map(self.ended, encoded)
-        return joined([self.begin(ids) if len(ids) else ids for ids in ended], dtype, num_spelled)
+        finished: list[np.ndarray] = []
+        for token_ids in encoded:
+            ended = self.ended(token_ids)
+            finished.append(self.begin(ended) if len(ended) else ended)
+        return joined(finished, dtype, num_spelled)
 
     def ended(self, token_ids: np.ndarray) -> np.ndarray:
         """The tokens of a document with its end, unless it is empty."""
@@ -219,7 +225,10 @@ class TextEncoder:
         names = [*filter(None, self.tokenizer.special_tokens)]
         with self.tokenizer.plain():
             encoded = self.tokenizer.encode_documents(names)
-        words = [name for name, token_ids in zip(names, encoded, strict=True) if self.is_special[token_ids].any()]
+        words: list[str] = []
+        for name, token_ids in zip(names, encoded, strict=True):
+            if self.is_special[token_ids].any():
+                words.append(name)
         return any_of_names(words) if words else None
 
     def check_plain(
@@ -230,7 +239,8 @@ class TextEncoder:
         written: Sequence[int],
     ) -> None:
         """Refuses control tokens among those of a text, except those `written` there by a template."""
-        for token_id, count in Counter(token_ids[is_control[token_ids]].tolist()).items():
+        control = token_ids[is_control[token_ids]]
+        for token_id, count in Counter(control.tolist()).items():
             if count <= written.count(token_id):
                 continue
             name = self.tokenizer.spell(token_id)
@@ -250,7 +260,8 @@ def joined(
 ) -> EncodedDocuments:
     """Documents from the tokens of each."""
     lengths = np.array([len(token_ids) for token_ids in documents], np.int64)
-    stream = np.concatenate([np.zeros(0, dtype), *(token_ids.astype(dtype) for token_ids in documents)])
+    stored = [token_ids.astype(dtype) for token_ids in documents]
+    stream = np.concatenate([np.zeros(0, dtype), *stored])
     return EncodedDocuments(stream, lengths, num_spelled)
 
 
@@ -284,6 +295,9 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
         return tokenizer.encode_documents(texts)
     encoded: list[np.ndarray] = []
     for of_text in pieces:
-        groups = (of_text[first : first + _PIECES_AT_ONCE] for first in range(0, len(of_text), _PIECES_AT_ONCE))
-        encoded.append(np.concatenate([ids for group in groups for ids in tokenizer.encode_documents(group)]))
+        parts: list[np.ndarray] = []
+        for first in range(0, len(of_text), _PIECES_AT_ONCE):
+            group = of_text[first : first + _PIECES_AT_ONCE]
+            parts += tokenizer.encode_documents(group)
+        encoded.append(np.concatenate(parts))
     return encoded

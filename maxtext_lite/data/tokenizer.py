@@ -50,8 +50,9 @@ def special_tokens(directory: Path) -> dict[str, Stated]:
         named = {name: value for name, value in fields.items() if name.endswith("_token")}
         for more in (fields.get("extra_special_tokens"), fields.get("model_specific_special_tokens")):
             named |= more if isinstance(more, dict) else {}
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-        found |= {name: Stated(text, file) for name, text in texts.items()}
+        for name, value in named.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            found[name] = Stated(text, file)
         if "added_tokens_decoder" in fields:
             break
     return found
@@ -176,7 +177,8 @@ class Tokenizer(Protocol):
     def encode_broken(self, text: str) -> PlacedTokens:
         """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
         (placed,) = self.encode_placed([text.replace(BREAK, "")])
-        kept = np.array([place for place, letter in enumerate(text) if letter != BREAK], np.int64)
+        places = [place for place, letter in enumerate(text) if letter != BREAK]
+        kept = np.array(places, np.int64)
         starts = np.append(kept, len(text))[placed.starts]
         stops = np.append(0, kept + 1)[placed.stops]
         return PlacedTokens(placed.token_ids, starts, stops)
@@ -261,7 +263,8 @@ class ByteTokenizer(Tokenizer):
 
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts of exactly `most` characters, except the last."""
-        return [text[start : start + most] for start in range(0, len(text), most)] or [text]
+        starts = range(0, len(text), most)
+        return [text[start : start + most] for start in starts] or [text]
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text; every byte of a character represents it."""
@@ -275,7 +278,8 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
-        return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
+        content = bytes(int(i) for i in token_ids if i < 256)
+        return content.decode("utf-8", errors="replace")
 
     def spell(self, token_id: int) -> str:
         """The character of an ASCII byte, another byte as <0xE6>, and END_OF_TEXT_NAMES[0] for end-of-text."""
@@ -308,7 +312,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):  # of BPE: merges left out at random
             self._tokenizer.model.dropout = None
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -363,7 +368,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32, without the tokens that the tokenizer's own template would add."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def normalize(self, text: str) -> str:
         """The text as its words are looked up: in small letters, for example."""
@@ -468,7 +474,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
-        return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
+        ids = [int(i) for i in token_ids if i < self.vocab_size]
+        return self._processor.decode(ids)
 
     def spell(self, token_id: int) -> str:
         """The piece of the model, such as "▁king"."""
