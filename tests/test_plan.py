@@ -210,9 +210,16 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path, printed):
 
 
 def test_each_stage_has_its_tokens_time_and_price(printed):
-    words = (
-        "--devices 8 --device h200 per_device_batch_size=8 steps=30 --price 3".split()
-    )
+    words = [
+        "--devices",
+        "8",
+        "--device",
+        "h200",
+        "per_device_batch_size=8",
+        "steps=30",
+        "--price",
+        "3",
+    ]
     schedule = ["batch_schedule=[[0, 64], [640, 128], [99999, 256]]", "warmup_steps=0"]
     found = json.loads(printed(*words, *schedule, "--json"))["prediction"]["stages"]
     assert [(each["first_step"], each["num_steps"]) for each in found] == [
