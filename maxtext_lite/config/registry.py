@@ -71,6 +71,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "fp8": "maxtext_lite.kernels.eight_bits:FP8",
         "fp8_full": "maxtext_lite.kernels.eight_bits:FP8_FULL",
     },
+    "rows": {"columns": "maxtext_lite.preparation.row_files:read_rows"},
     "run": {"post_train/rl.yml": "maxtext_lite.post_training.keys:RLRunConfig"},
     "source": {
         "text": "maxtext_lite.config.keys:TEXT",
@@ -102,6 +103,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.
 - `observer`: what follows a process from before jax; see `config.phases`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
+- `rows`: a function that reads the rows of files with columns, Parquet and Arrow.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.
 """
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.registry import load
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     PLAIN_SUFFIXES,
@@ -59,9 +60,7 @@ def read_entries(
       groups: row groups of Parquet; None: all.
     """
     if is_kind(name, ROWS_SUFFIXES):
-        from maxtext_lite.data.row_files import read_rows
-
-        rows = read_rows(name, str(file), required=field, optional=optional, groups=groups)
+        rows = load("rows", "columns")(name, str(file), required=field, optional=optional, groups=groups)
         for number, row in enumerate(rows, start=1):
             yield f"{name}: row {number}", row
         return

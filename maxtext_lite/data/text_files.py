@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
+import importlib
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
-from maxtext_lite.config.errors import counted
+from maxtext_lite.config.errors import counted, install_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import (
     check_file,
@@ -24,6 +25,7 @@ from maxtext_lite.config.json_file import (
     read_object,
     user_path,
 )
+from maxtext_lite.config.registry import load
 from maxtext_lite.console import complain
 
 _COMPRESSED = ("", ".gz", ".zst")
@@ -213,10 +215,21 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 
+def extra_module(name: str, module: str) -> Any:
+    """A module of the extra `prepare`, needed for the file `name`.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{name} needs {package} to be read: {install_text('prepare')}.") from None
+
+
 def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
     """The content of the frames of a .zst. zstandard's own reader would accept a truncated frame as complete."""
-    from maxtext_lite.data.row_files import extra_module
-
     zstandard = extra_module(name, "zstandard")
     frame: Any = None
     while data := stored.read(_ZSTANDARD_PIECE):
@@ -246,9 +259,7 @@ def json_lines(
       UserError: the file cannot be read, or a line is not a JSON object in UTF-8.
     """
     if is_kind(name, ROWS_SUFFIXES):
-        from maxtext_lite.data.row_files import read_rows
-
-        for number, row in enumerate(read_rows(name, str(file)), start=1):
+        for number, row in enumerate(load("rows", "columns")(name, str(file)), start=1):
             where = f"{name}: row {number}"
             try:
                 values = row()

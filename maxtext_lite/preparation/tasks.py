@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.row_files import check_column, parquet_file
 from maxtext_lite.data.text_files import find_files, is_kind
 from maxtext_lite.preparation.reading import DIVIDED, Piece
+from maxtext_lite.preparation.row_files import check_column, parquet_file
 
 
 @dataclasses.dataclass(frozen=True)

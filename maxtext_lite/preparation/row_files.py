@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import install_text
+from maxtext_lite.data.text_files import extra_module
 
 _ROWS_AT_ONCE = 1024
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # optional in Arrow's format, but every writer's close() adds it
-
-
-def extra_module(name: str, module: str) -> Any:
-    """A module of the extra `prepare`, needed for the file `name`.
-
-    Raises:
-      UserError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise UserError(f"{name} needs {package} to be read: {install_text('prepare')}.") from None
 
 
 def parquet_file(name: str, path: str) -> Any:
