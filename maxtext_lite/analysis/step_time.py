@@ -278,41 +278,59 @@ class StepModel:
         self._trains = trains = config.lora_rank == 0
         self._on_tpu = on_tpu = device.platform == "tpu"
         self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
+        self._layers = config.base_num_decoder_layers / self._sizes["stage"]
+        self._flops = flops
+        self._grad_width = trains * BYTES[config.grad_dtype]
+        self._weigh_layers()
+        self._weigh_head()
+        self._weigh_update(held)
+
+    def _weigh_layers(self) -> None:
+        """What the layers' weights and their gradients cost in each pass."""
         # Weights are gathered in both passes, their gradients reduced in one.
-        grad_width = trains * BYTES[config.grad_dtype]
         self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
             own = (each for each in self._operations if each.of_experts == of_experts and each.name != "logits")
             numbers = sum(each.weights for each in own)
             self._weights += self._width * numbers / self._shards(axes)
             self._weights_sent += self._ring(axes, 2 * self._width * numbers)
-            self._gradients_sent += self._ring(axes, grad_width * numbers)
+            self._gradients_sent += self._ring(axes, self._grad_width * numbers)
             self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
-        shards = self._shards(_EMBED_AXES)
-        head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
-        self._head_sent = self._ring(_EMBED_AXES, (2 * self._width + grad_width) * head)
-        self._head_sent += self._ring(("stage",), 2 * grad_width * head / shards)  # its gradient, over the stages' rows
-        self._head_gathered = 2 * self._width * head if shards > 1 else 0
-        # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
-        cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
-        self._tables = (cast + 8 * trains) * head / shards
         # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
         # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
         # does a TPU for two shards, with an all-reduce that nothing overlaps.
-        by_shard = on_tpu and shards > 2
-        self._waits = on_tpu and shards == 2
-        self._windows = self._width * (shards - 1) * trains if by_shard else 0
+        shards = self._shards(_EMBED_AXES)
+        by_shard = self._on_tpu and shards > 2
+        self._waits = self._on_tpu and shards == 2
+        self._windows = self._width * (shards - 1) * self._trains if by_shard else 0
         if by_shard:
-            self._gradient_bytes = 4 * grad_width
+            self._gradient_bytes = 4 * self._grad_width
         elif shards > 1:
-            self._gradient_bytes = 4 * trains + grad_width
+            self._gradient_bytes = 4 * self._trains + self._grad_width
         else:
-            self._gradient_bytes = 4 * trains
+            self._gradient_bytes = 4 * self._trains
+
+    def _weigh_head(self) -> None:
+        """What the tables of the vocabulary and their gradients cost in each pass."""
+        config = self._config
+        shards = self._shards(_EMBED_AXES)
+        head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
+        self._head_sent = self._ring(_EMBED_AXES, (2 * self._width + self._grad_width) * head)
+        # Its gradient, over the stages' rows.
+        self._head_sent += self._ring(("stage",), 2 * self._grad_width * head / shards)
+        self._head_gathered = 2 * self._width * head if shards > 1 else 0
+        # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
+        cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
+        self._tables = (cast + 8 * self._trains) * head / shards
         # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
-        self._head_gradient_bytes = 8 * trains
-        self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
+        self._head_gradient_bytes = 8 * self._trains
+        self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * self._trains * head
+
+    def _weigh_update(self, held: MemoryEstimate | None) -> None:
+        """What accumulation, the optimizer and the synchronization of replicas cost."""
+        config = self._config
         count = count_parameters(config, tiled=False, **self._sizes)
-        shard = count.total if trains else count.adapters
+        shard = count.total if self._trains else count.adapters
         self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
         self._state = held.most("optimizer_state") if held else 0
         self._updated = 8 * shard
@@ -320,9 +338,9 @@ class StepModel:
             self._updated += 2 * (held.most("params") + held.most("optimizer_state"))
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
-        self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
-        self._layers = config.base_num_decoder_layers / self._sizes["stage"]
-        self._flops = flops
+        self._orthogonal = self._orthogonal_sent = 0.0
+        if config.optimizer == "muon":
+            self._orthogonal, self._orthogonal_sent = self._newton_schulz()
 
     def step(self, config: Config, rows: int, examples: int, shape: PipelineShape) -> StepTime:
         """The time of a step.
