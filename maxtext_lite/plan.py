@@ -76,9 +76,14 @@ def main(argv: Sequence[str]) -> int:
     if arguments.compile is not None:
         raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
     platform = arguments.platform or (device.platform if device else "gpu")
+    kept: list[str] = []
+    if before is not None:
+        from maxtext_lite.analysis.elsewhere import kept_settings
+
+        kept = kept_settings(arguments.run, asked, arguments.devices)
     config, plan = load_plan(
         arguments.config,
-        arguments.overrides,
+        [*arguments.overrides, *kept],
         num_devices=arguments.devices,
         num_hosts=arguments.hosts,
         num_examples=_count_examples if arguments.examples is None else arguments.examples,

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.batching import batch_settings, keep_batches
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
-from maxtext_lite.config.errors import bytes_text, value_text
+from maxtext_lite.config.errors import bytes_text, settings_of, value_text
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.config.whole_file import steps_in
 
 _TRAINING = (
@@ -143,13 +145,35 @@ def read_plan(run: Path) -> dict[str, Any]:
 
 def done_in(run: Path) -> tuple[int, int]:
     """(steps, examples) done at the newest checkpoint of a run directory; (0, 0): there is none."""
+    about = _newest_about(run)
+    return (about["step"], about["examples_seen"]) if about else (0, 0)
+
+
+def _newest_about(run: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a run directory says of itself; empty: there is none."""
     for step in reversed(steps_in(run / "checkpoints")):
         try:
-            about = read_object(run / "checkpoints" / str(step) / "about" / "metadata")
+            return read_object(run / "checkpoints" / str(step) / "about" / "metadata") | {"step": step}
         except UserError:
             continue  # a resume sets this checkpoint aside
-        return step, about["examples_seen"]
-    return 0, 0
+    return {}
+
+
+def kept_settings(run: Path, config: Config, num_devices: int) -> list[str]:
+    """The settings with which a resume on these devices keeps the global batches, as `train` does.
+
+    None where the config has them as it is, or a batch key has changed since the newest checkpoint.
+    """
+    start = (_newest_about(run).get("starts") or [{}])[-1]
+    if config.on_resume_batch == "config" or start.get("stated") != batch_settings(config):
+        return []
+    batches = [(threshold, examples) for threshold, examples in start["batches"]]
+    kept = keep_batches(config, batches, num_devices)
+    changed: dict[str, Any] = {}
+    for key in GLOBAL_BATCH_KEYS:
+        if getattr(kept, key) != getattr(config, key):
+            changed[key] = getattr(kept, key)
+    return settings_of(changed)
 
 
 def moved(

@@ -22,7 +22,13 @@ from maxtext_lite.batching.plan import (
     row_slots,
     scaled_optimizer,
 )
-from maxtext_lite.batching.schedule import BatchStage, RampupBatchManager, RunLength, keep_batches
+from maxtext_lite.batching.schedule import (
+    BatchStage,
+    RampupBatchManager,
+    RunLength,
+    batch_settings,
+    keep_batches,
+)
 from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
@@ -37,6 +43,7 @@ __all__ = [
     "Topology",
     "active_parameters",
     "attended_pairs",
+    "batch_settings",
     "count_parameters",
     "flops_of_documents",
     "flops_per_example",

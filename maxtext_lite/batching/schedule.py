@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch, derive_batch, split_stage
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, UserError, counted, number_text, refuse, short_text
+from maxtext_lite.config.errors import Refusal, UserError, counted, number_text, refuse, setting_text, short_text
+from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 from maxtext_lite.config.types import MOST_STAGES
 
@@ -226,6 +227,11 @@ def make_rampup(config: Config, batch: Batch | None, num_devices: int) -> Rampup
             return split
         batches.append((-(-threshold // unit), split))
     return RampupBatchManager(make_stages(batches), config.rampup_mode)
+
+
+def batch_settings(config: BatchConfig) -> dict[str, str]:
+    """The keys that decide the global batches, each as on a command line."""
+    return {key: setting_text(getattr(config, key)) for key in GLOBAL_BATCH_KEYS}
 
 
 def keep_batches(config: Config, batches: Sequence[tuple[int, int]], num_devices: int) -> Config:

@@ -13,9 +13,8 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.batching.schedule import decay, warm_up
+from maxtext_lite.batching.schedule import batch_settings, decay, warm_up
 from maxtext_lite.config import (
-    BatchConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -58,11 +57,6 @@ RestartHistory = list[dict[str, Any]]
 which the run then was to end; `batch`, examples of a step of the target; `batches`, [threshold, batch] of each stage;
 `split`, that of the plan; `settings`, the config's keys that decide its steps, each as on a command line; `stated`, the
 batch keys as the user stated them; `parameters`, the absolute load_parameters_path, "" without one."""
-
-
-def batch_settings(config: BatchConfig) -> dict[str, str]:
-    """The keys that decide the global batches, each as on a command line."""
-    return {key: setting_text(getattr(config, key)) for key in GLOBAL_BATCH_KEYS}
 
 
 def newest_start(run_directory: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import optax
 
-from maxtext_lite.batching import wants_solving
+from maxtext_lite.batching import batch_settings, wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.optional import load_asked
@@ -19,7 +19,6 @@ from maxtext_lite.data.feed import UnreadError
 from maxtext_lite.data.history import nothing_left
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Record
-from maxtext_lite.training.checkpoint import batch_settings
 from maxtext_lite.training.compile import OutOfMemory
 from maxtext_lite.training.feed_steps import make_feed_steps
 from maxtext_lite.training.hooks import Callback, LossSpike, Prepare, Restart, check_callbacks, hooks_of

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.analysis.elsewhere import changed_settings, moved
-from maxtext_lite.batching import resumed
+from maxtext_lite.analysis.elsewhere import changed_settings, kept_settings, moved
+from maxtext_lite.batching import batch_settings, resumed
 
 STATED = [
     "global_batch_size=48",
@@ -153,3 +153,27 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
         "total_examples": 64,
         "may_end_before": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "kept"),
+    [
+        # 32 = 4 x 4 x 2; on 3 devices the most up to 12 examples in a micro-batch is 8.
+        ([], 3, ["gradient_accumulation_steps=-1", "batch_schedule=[[0, 32]]"]),
+        ([], 4, []),
+        (["per_device_batch_size=2"], 3, []),
+        (["on_resume_batch=config"], 3, []),
+    ],
+)
+def test_a_plan_elsewhere_keeps_the_batch_as_a_resume_does(
+    tmp_path, words, devices, kept
+):
+    keys = ["per_device_batch_size=4", "gradient_accumulation_steps=2"]
+    start = {"stated": batch_settings(load_config(None, keys)), "batches": [[0, 32]]}
+    about = tmp_path / "checkpoints" / "3" / "about"
+    about.mkdir(parents=True)
+    (about / "metadata").write_text(
+        json.dumps({"examples_seen": 96, "starts": [start]})
+    )
+    config = load_config(None, [*keys, *words])
+    assert kept_settings(tmp_path, config, devices) == kept
