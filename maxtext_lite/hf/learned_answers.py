@@ -6,8 +6,6 @@ begins with what generation at each answer's turn would see, followed by the ans
 differently, or a last answer closes differently, each answer has a text of its own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tokens of what a chat template renders, in which the contents of turns are only characters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

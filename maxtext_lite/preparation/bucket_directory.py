@@ -1,7 +1,5 @@
 """A directory in a bucket, whose objects are listed, read and written whole through fsspec."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

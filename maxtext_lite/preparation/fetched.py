@@ -1,7 +1,5 @@
 """Prepared datasets in buckets: fetched into the cache once, and checked against the manifest."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Inspection of a prepared dataset: its contents, its integrity, and rows as a model sees them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

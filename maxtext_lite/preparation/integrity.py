@@ -1,7 +1,5 @@
 """Whole shards: the hashes of their contents, and the check of a dataset against its manifest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ is the last file of all. An output in a bucket contains the same except for the 
 directory of the cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

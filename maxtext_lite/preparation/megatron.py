@@ -3,8 +3,6 @@
 Where documents start, and a hash of their content, are computed once, as in `rows`; that reads everything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

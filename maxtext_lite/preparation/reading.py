@@ -1,7 +1,5 @@
 """The documents of a piece of input, one after the other, and messages about lines without one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 # pyright: reportAttributeAccessIssue=false
 # array_record has no annotations.
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The inputs of `prepare`, split into a list of tasks that depends only on the files, not on who does the work."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A tokenizer trained on text: byte-level BPE as a tokenizer.json, or sentencepiece's BPE as a tokenizer.model."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tasks executed by several processes, or by this one; the result does not depend on their number."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os
