@@ -17,7 +17,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
-from maxtext_lite.hf.fields import TABLE, is_off
+from maxtext_lite.hf.fields import TABLE, JsonObject, is_off
 from maxtext_lite.hf.names import TABLES
 from maxtext_lite.hf.safetensors import check_format
 
@@ -150,7 +150,7 @@ class Adapter(NamedTuple):
     fields: LoraFields
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> JsonObject:
         """The LoRA keys that it decides."""
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": self.targets}
 
@@ -199,7 +199,7 @@ def missing_base(path: str | Path) -> str | None:
     return None if _base_directory(root, name) else str(name or "")
 
 
-def _checked(root: Path, stated: dict[str, Any]) -> LoraFields:
+def _checked(root: Path, stated: JsonObject) -> LoraFields:
     """The fields of an adapter_config.json.
 
     Raises:
@@ -236,7 +236,7 @@ def _matched(module: str, patterns: Mapping[str, Any], usual: Any) -> Any:
     return next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module)), usual)
 
 
-def _base(root: Path, stated: dict[str, Any]) -> Path:
+def _base(root: Path, stated: JsonObject) -> Path:
     name = stated.get("base_model_name_or_path")
     where = f"{root / CONFIG}: base_model_name_or_path={value_text(name)}"
     directory = _base_directory(root, name)

@@ -23,7 +23,7 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.hf.config_json import FIELD, quantization_of, stored_dtype, weight_groups
 from maxtext_lite.hf.fields import TABLE, JsonObject
 from maxtext_lite.hf.names import INPUTS_FIRST
-from maxtext_lite.hf.safetensors import DTYPES, Box, SafetensorsDir, Stored, mapped
+from maxtext_lite.hf.safetensors import DTYPES, Box, SafetensorsDir, Shape, Stored, mapped
 
 _AT_ONCE = 2**20  # numbers: a handful of copies is then small beside any model's largest tensor
 _OF_ACTIVATIONS = tuple(TABLE["of_activations"].split())
@@ -39,7 +39,7 @@ class _Packed(NamedTuple):
     """
 
     like: Stored
-    shape: tuple[int, ...]
+    shape: Shape
     piece: Callable[[Box], np.ndarray]
 
 
@@ -185,7 +185,7 @@ class DequantizedDir(SafetensorsDir):
 
         self._packed[base] = _Packed(self._stored[name], shape, piece)
 
-    def _bits_of(self, name: str, words: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    def _bits_of(self, name: str, words: Shape, shape: Shape) -> int:
         """The bits of a number: the one of the config's widths that fits words of 32 bits in this shape."""
         widths = {group.num_bits for group in self._groups}
         fitting = [bits for bits in widths if words == (shape[0], _ceil_div(shape[1] * bits, 32))]
@@ -193,7 +193,7 @@ class DequantizedDir(SafetensorsDir):
             raise self._refuse(name, f"is {list(words)}, which does not hold {list(shape)} numbers of num_bits")
         return fitting[0]
 
-    def _zeros(self, base: str, bits: int, shape: tuple[int, ...], grid: tuple[int, ...]) -> np.ndarray | None:
+    def _zeros(self, base: str, bits: int, shape: Shape, grid: Shape) -> np.ndarray | None:
         """Each block's zero point, float32 in the scales' shape; None: there are none."""
         is_symmetric = not self._groups or any(group.symmetric for group in self._groups)
         if is_symmetric and base + "_zero_point" not in self._stored:
@@ -203,7 +203,7 @@ class DequantizedDir(SafetensorsDir):
             return _unpacked(np.ascontiguousarray(zeros.T), bits, slice(0, shape[0])).T
         return _float32(zeros).reshape(grid)
 
-    def _block(self, name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
+    def _block(self, name: str, shape: Shape, grid: Shape) -> tuple[int, int]:
         """How many rows and columns share a scale."""
         for height, length in self._blocks:  # the last block of a dim may be cut off
             if grid == (_ceil_div(shape[0], height), _ceil_div(shape[1], length)):

@@ -97,7 +97,7 @@ def entries(rows: Any) -> Iterator[tuple[str, Any]]:
             yield from entries(row)
 
 
-def _part(name: str, row: Mapping[str, Any] | None) -> Part:
+def _part(name: str, row: JsonObject | None) -> Part:
     if row is None:
         return Ignored(name)
     if name in PARTS:
@@ -108,7 +108,7 @@ def _part(name: str, row: Mapping[str, Any] | None) -> Part:
     return Field(name, **row)
 
 
-def _family(stated: Mapping[str, Any]) -> Family:
+def _family(stated: JsonObject) -> Family:
     whole = TABLE["usual"] | stated
     rows = [whole[name] for name in _ROWS]
     return Family(whole["class"], tuple(_part(name, row) for name, row in entries(rows)))

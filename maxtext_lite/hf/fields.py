@@ -31,7 +31,7 @@ _BASE = dict(parse_mapping(read_text(packaged_directory("configs") / ROOT_FILE))
 DEFAULTS: Keys = {key: _BASE[key].value for key in ModelConfig.model_fields if key not in _ALWAYS_STATED}
 """The keys that a family's config.json has no field for: a directory decides every key."""
 
-TABLE: Mapping[str, Any] = yaml.load(
+TABLE: JsonObject = yaml.load(
     Path(__file__).with_name("families.yml").read_text(encoding="utf-8"),
     yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader,
 )

@@ -83,7 +83,7 @@ def maxtext_defaults() -> Values:
     return found | {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
 
 
-def keys_without_part_in(stated: Mapping[str, Any]) -> frozenset[str]:
+def keys_without_part_in(stated: Values) -> frozenset[str]:
     """The keys that have no part in a model: those of layers if it is named, and else of experts if it has none.
 
     MaxText's own file of defaults states them all, and its versions differ in them.
@@ -115,7 +115,7 @@ def reason_without_effect(key: str) -> str | None:
 
 
 def translate(
-    stated: Mapping[str, Any],
+    stated: Values,
     *,
     num_devices: int | None = None,
     origins: Mapping[str, Origin] = MappingProxyType({}),
@@ -185,9 +185,7 @@ def _keys_of_model(name: str) -> list[str]:
     return keys
 
 
-def _sort_others(
-    found: Translation, stated: Mapping[str, Any], origins: Mapping[str, Origin], *, ignore_unknown: bool
-) -> None:
+def _sort_others(found: Translation, stated: Values, origins: Mapping[str, Origin], *, ignore_unknown: bool) -> None:
     """Lists the stated keys that are not translated: without effect here, or unknown to MaxText."""
     problems: list[str] = []
     for key, value in stated.items():
@@ -206,7 +204,7 @@ def _sort_others(
 
 
 def _note_overridden(
-    found: Translation, stated: Mapping[str, Any], origins: Mapping[str, Origin], name: str, of_model: list[str]
+    found: Translation, stated: Values, origins: Mapping[str, Origin], name: str, of_model: list[str]
 ) -> None:
     """Says which stated keys the file of a named model states too, and which of the two counts."""
     shown: list[str] = []

@@ -21,7 +21,8 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.hf.maxtext import maxtext_table
-from maxtext_lite.hf.names import Shapes, flat, nested, some_of
+from maxtext_lite.hf.names import Leaves, Shapes, flat, nested, some_of
+from maxtext_lite.hf.safetensors import Shape
 from maxtext_lite.parallel import Params
 from maxtext_lite.training.saving import reading
 
@@ -48,7 +49,7 @@ class _Parameter(NamedTuple):
     has_layers: bool
 
     @property
-    def layer_shape(self) -> tuple[int, ...]:
+    def layer_shape(self) -> Shape:
         return self.leaf.shape[int(self.has_layers) :]
 
 
@@ -65,7 +66,7 @@ def maxtext_dtype(items: Path) -> str:
     return "bfloat16" if stored == {"bfloat16"} else "float32"
 
 
-def _stored(items: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _stored(items: Path) -> tuple[tuple[str, ...], Leaves]:
     """The names above MaxText's parameters, and the parameters' shapes and dtypes by path."""
     with reading(items):
         handler: Any = ocp.PyTreeCheckpointHandler()

@@ -5,14 +5,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config import UserError, packaged_directory, parse_value
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import read_text
 from maxtext_lite.config.load import keys_twice
 from maxtext_lite.config.yaml import YamlValue, parse_mapping
-from maxtext_lite.hf.maxtext import Origin, keys_without_part_in, maxtext_defaults, maxtext_table, reason_without_effect
+from maxtext_lite.hf.maxtext import (
+    Origin,
+    Values,
+    keys_without_part_in,
+    maxtext_defaults,
+    maxtext_table,
+    reason_without_effect,
+)
 
 _MOST_BASES = 16
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
@@ -23,7 +29,7 @@ _OLD_NAMES = {"cosine_learning_rate_final_fraction": "learning_rate_final_fracti
 class StatedKeys:
     """MaxText's keys as files and a command line state them, and the origins of those that come from files."""
 
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: Values = field(default_factory=Values)
     origins: dict[str, Origin] = field(default_factory=dict[str, Origin])
 
     def add(self, key: str, stated: YamlValue, origin: Origin | None = None) -> None:

@@ -18,20 +18,23 @@ import numpy as np
 from maxtext_lite.config import Mla, ModelConfig, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs, stacks_of
-from maxtext_lite.hf.fields import TABLE
-from maxtext_lite.hf.safetensors import assign
+from maxtext_lite.hf.fields import TABLE, JsonObject, Keys
+from maxtext_lite.hf.safetensors import Shape, assign
 
 LOAD = "/router_load"
 """The end of the path of experts' loads, which belong to a training run."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 """Of parameters or tensors, by path or name."""
+
+Leaves = dict[str, Any]
+"""Of a tree of parameters, by path."""
 
 INPUTS_FIRST = ("gpt2",)
 """Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
 
 
-def model_of(keys: Mapping[str, Any]) -> ModelShape:
+def model_of(keys: Keys) -> ModelShape:
     """The shape of a model with these keys of the Model section."""
     mla = Mla(**keys["mla"]) if keys["mla"] else None
     return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla, "load_balance_over": "example"}))
@@ -91,11 +94,11 @@ class Name:
         return dataclasses.replace(self, our_dims=tuple(dims), their_dims=tuple(map(tuple, theirs)), sizes=sizes)
 
     @property
-    def their_shape(self) -> tuple[int, ...]:
+    def their_shape(self) -> Shape:
         """The tensor's shape."""
         return tuple(math.prod(map(self._length, group)) for group in self.their_dims)
 
-    def our_shape(self, part: int) -> tuple[int, ...]:
+    def our_shape(self, part: int) -> Shape:
         """The shape of a parameter in one layer (and expert)."""
         return tuple(self._length(self.parts[part] if letter == "Z" else letter) for letter in self.our_dims)
 
@@ -188,7 +191,7 @@ def _lines(rows: Any, prefix: str, *, paired: bool) -> Iterator[Name]:
                 yield _line(ours, theirs, prefix, paired=paired)
 
 
-def _line(ours: str, theirs: str | Mapping[str, Any], prefix: str, *, paired: bool) -> Name:
+def _line(ours: str, theirs: str | JsonObject, prefix: str, *, paired: bool) -> Name:
     line = {"tensor": theirs} if isinstance(theirs, str) else theirs
     is_turned = paired and ours.startswith(("attention/query", "attention/key"))
     return Name(
@@ -200,7 +203,7 @@ def _line(ours: str, theirs: str | Mapping[str, Any], prefix: str, *, paired: bo
     )
 
 
-def _table(stated: Mapping[str, Any]) -> Table:
+def _table(stated: JsonObject) -> Table:
     whole = TABLE["usual"] | stated
     layers = whole["layers"]
     return Table(
@@ -230,7 +233,7 @@ class Entry:
 
     name: Name
     paths: tuple[str, ...]
-    layer_dims: tuple[int, ...]
+    layer_dims: Shape
     layers: tuple[int, ...]
     num_experts: int
 
@@ -245,9 +248,9 @@ class Entry:
         return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
-def flat(params: Mapping[str, Any]) -> dict[str, Any]:
+def flat(params: Mapping[str, Any]) -> Leaves:
     """The leaves of a tree of parameters by their paths, `layers/attention/query`, in the order of jax."""
-    leaves: dict[str, Any] = {}
+    leaves: Leaves = {}
     for name in sorted(params):
         part = params[name]
         if isinstance(part, Mapping):
@@ -257,12 +260,12 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def shapes_of(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(leaves: Leaves) -> dict[str, Shape]:
     """The shape of each leaf."""
     return {path: tuple(leaf.shape) for path, leaf in leaves.items()}
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nested(leaves: Leaves) -> dict[str, Any]:
     """The tree with these leaves by their paths: the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +24,8 @@ from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
-from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Name, Shapes, entries_of, flat, model_of
-from maxtext_lite.hf.safetensors import DTYPES, Stored, Tensor, is_finite, mapped, stored_in, write_file
+from maxtext_lite.hf.names import INPUTS_FIRST, TABLES, Entry, Leaves, Name, Shapes, entries_of, flat, model_of, nested
+from maxtext_lite.hf.safetensors import DTYPES, Shape, Stored, Tensor, is_finite, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
 
@@ -173,16 +172,13 @@ def read_peft_adapters(adapter: Adapter, shapes: Shapes) -> Params:
     entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
     _check_modules(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
     stored = stored_in(adapter.directory / WEIGHTS)
-    found: dict[str, Any] = {}
+    found: Leaves = {}
     for entry in entries:
         for part, path in enumerate(entry.paths):
-            if path not in inputs:
-                continue
-            parent = found
-            for step in path.split("/"):
-                parent = parent.setdefault(step, {})
-            parent |= _layers_of(entry, part, adapter, stored, shapes[path], inputs[path])
-    return found
+            if path in inputs:
+                a, b = _layers_of(entry, part, adapter, stored, shapes[path], inputs[path])
+                found |= {f"{path}/a": a, f"{path}/b": b}
+    return nested(found)
 
 
 def _module_name(tensor: str) -> str:
@@ -212,10 +208,10 @@ def _layers_of(
     part: int,
     adapter: Adapter,
     stored: Mapping[str, Stored],
-    shape: tuple[int, ...],
+    shape: Shape,
     inputs: int,
-) -> dict[str, np.ndarray]:
-    """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices of a weight of this shape; in each layer it is a part of one of the entry's modules."""
     counted = len(entry.layer_dims)
     lengths = shape[counted : counted + inputs]
     # Zeros for a module without an adapter: there the gradients of both matrices are 0.
@@ -237,7 +233,7 @@ def _layers_of(
         at = np.unravel_index(layer, entry.layer_dims)
         of_a[at][..., :rank] = np.moveaxis(a.reshape(rank, *lengths), 0, -1)
         of_b[at][:rank] = _from_columns(entry.name, part, b, inputs)
-    return {"a": of_a, "b": of_b}
+    return of_a, of_b
 
 
 def _read(adapter: Adapter, stored: Mapping[str, Stored], matrix: str, shape: tuple[int, int]) -> np.ndarray:

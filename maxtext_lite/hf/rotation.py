@@ -32,7 +32,7 @@ class RopeFields(Part):
     theta: float
     _: KW_ONLY
     partial: float | None = None
-    scaling: JsonObject = field(default_factory=dict[str, Any])
+    scaling: JsonObject = field(default_factory=JsonObject)
     theta_name: str = "rope_theta"
     partial_name: str = "partial_rotary_factor"
     original: int = 0

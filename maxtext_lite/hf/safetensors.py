@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.hf.fields import WEIGHTS_FIELD
+from maxtext_lite.hf.fields import WEIGHTS_FIELD, JsonObject
 
 INDEX = "model.safetensors.index.json"
 """The index of several files."""
@@ -52,6 +52,8 @@ _PACKED: Mapping[str, np.dtype] = {
     "I64": np.dtype(np.int64),
 }
 # The formats of quantized weights, beside DTYPES.
+
+Shape = tuple[int, ...]
 
 Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
@@ -114,7 +116,7 @@ class Stored(NamedTuple):
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
 
 
@@ -180,7 +182,7 @@ def stored_in(file: Path) -> dict[str, Stored]:
     check_format(file)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        entries: dict[str, Any] = json.loads(opened.read(length))
+        entries: JsonObject = json.loads(opened.read(length))
     entries.pop("__metadata__", None)
     return {
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -213,7 +215,7 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 

@@ -1,7 +1,7 @@
 """The tokens that end a model's texts, by the files that came with it."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from maxtext_lite.config.json_file import is_there, read_bytes, read_object
 from maxtext_lite.config.keys import TOKENIZER_FILES
 from maxtext_lite.data import Tokenizer
 from maxtext_lite.hf.adapter import adapter_of, missing_base
-from maxtext_lite.hf.fields import is_whole
+from maxtext_lite.hf.fields import Keys, is_whole
 
 
 def stop_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def stop_ids_of(directory: Path) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def stop_ids_in(fields: Mapping[str, Any]) -> list[Any]:
+def stop_ids_in(fields: Keys) -> list[Any]:
     """The eos_token_id of a file about a model, as a list."""
     value = fields.get("eos_token_id", [])
     if value is None:

@@ -27,6 +27,7 @@ from maxtext_lite.hf.safetensors import (
     DTYPES,
     FILE_BYTES,
     SafetensorsDir,
+    Shape,
     Stored,
     Tensor,
     aligned_empty,
@@ -112,7 +113,7 @@ def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Ta
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
     if count > 2 * len(there) + 1000:
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
-    wanted: dict[str, tuple[int, ...]] = {}
+    wanted: dict[str, Shape] = {}
     for entry in entries:
         wanted |= dict.fromkeys((name for name, _, _ in entry.tensor_names()), entry.name.their_shape)
     constants = _constants(table, keys["base_num_decoder_layers"])
@@ -150,7 +151,7 @@ def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Ta
         raise UserError(problems)
 
 
-def _difference(name: str, stored: Stored, shape: tuple[int, ...]) -> list[str]:
+def _difference(name: str, stored: Stored, shape: Shape) -> list[str]:
     """What is wrong with a tensor of the model."""
     if stored.shape != shape:
         return [f"{name} is {list(stored.shape)}, not {list(shape)}, in {stored.file.name}"]
@@ -301,7 +302,7 @@ def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int) -> np
 class _Layers:
     """A stacked parameter of which the host has one layer at a time, the last one asked for."""
 
-    def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
+    def __init__(self, stacked: jax.Array, layer_dims: Shape) -> None:
         self._stacked = stacked
         self._dims = layer_dims
         self._number = -1
