@@ -286,9 +286,9 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
         derived = derive_batch(config, num_devices)
         shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
         most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
-    one = {"per_device_batch_size": Fraction(1, num_devices), "gradient_accumulation_steps": 1}
+    one = {**_ANY_STEPS, "per_device_batch_size": Fraction(1, num_devices), "gradient_accumulation_steps": 1}
     try:
-        slots = machine.plan(config.model_copy(update=_ANY_STEPS | one)).micro_batch_slots
+        slots = machine.plan(config.model_copy(update=one)).micro_batch_slots
     except UserError:
         slots = 1
     micro = max(most * num_devices, Fraction(slots))
@@ -297,7 +297,7 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
         exact = Fraction(examples) / micro
         for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
             split = {"per_device_batch_size": micro / num_devices, "gradient_accumulation_steps": accumulation}
-            yield _ANY_STEPS | split
+            yield {**_ANY_STEPS, **split}
         if micro <= least:
             return
         micro = max(Fraction(math.floor(micro / 2)), least)
@@ -305,7 +305,7 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
 
 def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
     """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
-    found = {**keys, "steps": steps}
+    found: dict[str, object] = {**keys, "steps": steps}
     for key, value in _TOKENS_SAY.items():
         if key not in keys and getattr(config, key) != value:
             found[key] = value
