@@ -15,7 +15,7 @@ from maxtext_lite.analysis.curves import Json, color_class, make_board
 from maxtext_lite.analysis.plan_view import long_number, memory_parts, plain, plan_rows
 from maxtext_lite.analysis.run_data import Run
 from maxtext_lite.analysis.summary import NONE, advice, status, summary
-from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.config.errors import bytes_text, counted
 
 _FOLDER = Path(__file__).parent
 _STAGE = ("num_steps", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_to_train", "samples")
@@ -56,6 +56,7 @@ def render_page(runs: Sequence[Run]) -> str:
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
         advice=advice,
         bytes_text=bytes_text,
+        counted=counted,
         differs=_differs,
         last_second=_last_second,
         length_rows=_length_rows,

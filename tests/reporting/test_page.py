@@ -181,6 +181,14 @@ def test_the_plan_shows_the_stages_of_a_ramp_and_the_config_only_what_differs_fr
     assert "data_shuffle_seed" not in rows_of(page)
 
 
+def test_the_stages_of_a_batch_schedule_are_shown_like_those_of_a_ramp(tmp_path):
+    keys = ["batch_schedule=[[0, 4], [8, 2]]", "ici_fsdp_parallelism=1"]
+    page = page_of(write_run(tmp_path / "r", run_lines(), keys))
+    assert "1 stage before the last, 2 steps in all." in page.text
+    stages = [" ".join(row) for row in page.rows if len(row) == 7]
+    assert stages[1:] == ["1 2 4 1 4 8 ", "3 the rest 2 1 2 – "]
+
+
 def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
     web = {"name": "<web>", "documents": 1500, "examples": 40, "slots_used": 0.75}
     code = {"name": "code", "documents": 20, "examples": 7, "cut_documents": 3}
