@@ -300,16 +300,13 @@ def _compared(
             yield Verdict(split.name, optimizer, refused=error.problems[0])
             continue
         runs[split.devices].append(_Run(str(number), words, split.restarts))
-    from maxtext_lite.analysis.replay import compare_recorded
-
-    frozen = directory.parent / _FROZEN
     for devices, each in runs.items():
         for name in _run_on(devices, path, each, directory):
             if name != _WHOLE_RUN:
                 yield _verdict(ways[int(name) - 1].name, optimizer, directory, name)
             elif why := _failure(directory / name):
                 raise UserError(f"the shrunk config does not run with its batch whole: {why}")
-            elif difference := compare_recorded((frozen, directory / name), TOLERANCE):
+            elif difference := repeats_of(config).difference(directory.parent / _FROZEN, directory / name):
                 yield Verdict(WHOLE.name, optimizer, difference=f"not as recorded: {difference}")
 
 

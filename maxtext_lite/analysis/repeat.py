@@ -70,6 +70,11 @@ class ReadBatches:
             return {}, ""
         return {"dataset_path": str(_write_ragged_text(directory))}, ""
 
+    def difference(self, frozen: Path, run: Path) -> str:
+        """What a run has computed otherwise than recorded; "" for nothing."""
+        del frozen, run
+        return ""
+
     def train(self, config: Config, frozen: Path, callbacks: Sequence[Any]) -> None:
         """Trains a run on what `freeze` wrote."""
         from maxtext_lite.training.loop import train

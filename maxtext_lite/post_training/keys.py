@@ -54,6 +54,7 @@ class RLConfig(Section):
 
     batch_size: Count
     num_generations: AtLeastTwo
+    dynamic_sampling: Count
     micro_batch_size: CountOrMinusOne
     num_iterations: Count
     max_prefill_predict_length: Count

@@ -60,15 +60,20 @@ class Chunk:
         advantages = np.concatenate([chunk.advantages for chunk in chunks])
         return Chunk(sampled, scores, advantages, chunks[0].num_generations)
 
+    def part(self, pairs: slice) -> "Chunk":
+        """Some of the pairs; those of the first also have the messages and the number of errors."""
+        sampled = Sampled(*(x[pairs] for x in self.sampled))
+        return Chunk(sampled, self.scores.part(pairs), self.advantages[pairs], self.num_generations)
+
     def groups(self) -> list["Chunk"]:
-        """The pairs of each prompt; the first has the messages and the count of errors."""
-        found: list[Chunk] = []
+        """The pairs of each prompt."""
         each = self.num_generations
-        for first in range(0, len(self.advantages), each):
-            pairs = slice(first, first + each)
-            sampled = Sampled(*(x[pairs] for x in self.sampled))
-            found.append(Chunk(sampled, self.scores.part(pairs), self.advantages[pairs], each))
-        return found
+        return [self.part(slice(first, first + each)) for first in range(0, len(self.advantages), each)]
+
+    @property
+    def has_different_rewards(self) -> bool:
+        """Whether something is learned from the pairs, those of one prompt."""
+        return equal_groups_fraction(self.scores.total, self.num_generations) == 0
 
     def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
         """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.

@@ -39,12 +39,15 @@ class Recorded:
         return FilePrompts(tuple(group.sampled.prompts[0] for group in self.groups.values()), "recorded")
 
     def find(self, keys: Sequence[tuple[int, ...]]) -> Chunk | None:
-        """The pairs with these keys of requests; None if they are not recorded."""
+        """The pairs with these keys of requests, up to the first that is not recorded; None if none is.
+
+        A batch that groups of equal rewards have left ends where it was full.
+        """
         found: list[Chunk] = []
         for use, position, generation in keys:
             group = self.groups.get(position % len(self.groups) if self.is_whole else position)
             if group is None or use != TRAINING:
-                return None
+                break
             if generation == 0:
                 found.append(group)
         return Chunk.joined(found) if found else None

@@ -104,6 +104,16 @@ class SampledBatches:
             write_batch(path_of(directory, 1 + batch * sizes.updates), Chunk.joined(chosen))
         return {}, note
 
+    def difference(self, frozen: Path, run: Path) -> str:
+        """The first batch of a run whose advantages are not those that `freeze` wrote with its rewards; "": none."""
+        recorded = Recorded(recorded_in(frozen).groups, is_whole=True)
+        for path in recorded_paths(run):
+            batch = read_batch(path)
+            before = recorded.find(batch.sampled.keys)
+            if before is None or not np.array_equal(before.advantages, batch.advantages):
+                return f"advantages of {path.name}"
+        return ""
+
     def train(self, config: RLRunConfig, frozen: Path, callbacks: Sequence[Callback]) -> None:
         """Trains a run on what `freeze` wrote."""
         from maxtext_lite.post_training.rollout_steps import train_rl
@@ -183,6 +193,8 @@ def _draw_groups(config: RLRunConfig, sizes: _Sizes) -> list[Chunk]:
             responses.append(Response(token_ids.tolist(), log_probabilities.tolist(), False))
         rewards = rng.choice(_REWARDS, sizes.generations)
         rewards[:2] = rng.permutation((0.0, 1.0))  # an advantage in each group
+        if config.dynamic_sampling > 1 and len(groups) % 3 == 1:
+            rewards[:] = 1.0  # but in those to be replaced
         scores = Scores(rewards, {"drawn": rewards}, np.zeros(sizes.generations, bool), 0, [])
         sampled = Sampled([source[number]] * sizes.generations, responses, [""] * sizes.generations)
         chunk = Chunk.judged(sampled, scores, num_generations=sizes.generations, scale_rewards=config.scale_rewards)

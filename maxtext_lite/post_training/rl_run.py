@@ -88,7 +88,8 @@ class RLRun:
         keys = [request.key for request in requests]
         found = self.recorded.find(keys)
         if found is not None:
-            return found.sampled._replace(prompts=prompts, keys=keys)
+            num_found = len(found.advantages)
+            return found.sampled._replace(prompts=prompts[:num_found], keys=keys[:num_found])
         if self.engine is None:
             raise UserError(
                 f"rollout_engine={self.config.rollout_engine}: the responses to prompt {keys[0][1]} of the run were "

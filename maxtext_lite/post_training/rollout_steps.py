@@ -3,7 +3,8 @@
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -111,8 +112,11 @@ class RolloutSteps:
         self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
-        self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
-        self._numbers = self._prompt_numbers()
+        # The prompts before the newest batch, and those after it.
+        first = rl.batch.prompts_before(counts.step, counts.examples_seen)
+        self._prompts = counts.entries or (first, first + rl.batch.prompts_per_batch)
+        if counts.entries is None and not counts.step % config.num_iterations:
+            self._prompts = (first, first)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
@@ -124,9 +128,8 @@ class RolloutSteps:
         """Takes a step, on new responses or on those of the step before; returns once it is done."""
         phases.enter("rollout", step)
         batch, timeline = self._batch, Timeline()
-        numbers = self._numbers = self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
-            sums, about = self._sums_of_new(state, step, numbers, timeline)
+            sums, about = self._sums_of_new(state, step, timeline)
         else:
             sums, about = self._sums_again(state, timeline), {}
         phases.enter("step" if self._has_updated else "compile", step)
@@ -134,14 +137,15 @@ class RolloutSteps:
             state, metrics = _ready(self._update(state, sums))
         self._has_updated = True
         self._say_mismatch(metrics)
-        if not step % self._config.num_iterations:
-            self._prompts_seen += batch.prompts_per_batch
         if self._timeline:
             self._timeline.write({"step": step, "phases": timeline.to_json()})
         busy = timeline.record()
         waited = busy["rollout_seconds"] + busy["reward_seconds"]
         find_cause = functools.partial(self._find_cause, self._chunks)
-        return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
+        first, after = self._prompts
+        numbers = self._prompt_numbers(first, after - first)
+        more = {**about, **busy}
+        return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, more, self._prompts)
 
     def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
         """Warns once if the sampler cannot have used the trainer's policy."""
@@ -167,7 +171,7 @@ class RolloutSteps:
                 log.close()
 
     def _sums_of_new(
-        self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
+        self, state: TrainState, step: int, timeline: Timeline
     ) -> tuple[StepGradients, Mapping[str, float | str]]:
         """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
         rl, run = self._rl, self._run
@@ -175,9 +179,10 @@ class RolloutSteps:
         rl.update(params, step - 1)
         phases.advance()
         self._chunks, sums = [], self._new_sums()
+        first = self._prompts[1]
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
+        for number, chunk in enumerate(self._chunks_to_train(first, judged, timeline)):
             phases.advance()
             with timeline.phase("train", number):
                 shape = run.plan.micro_batch_slots, self._config.max_target_length
@@ -188,14 +193,15 @@ class RolloutSteps:
                 if self._reference is not None:
                     rows[REFERENCE] = self._reference.of(rows)
                 sums = self._added(state, sums, rows)
-            judged.append(chunk)
             self._chunks.append(rows)
+        num_prompts = sum(len(chunk.advantages) for chunk in judged) // self._config.num_generations
+        self._prompts = first, first + num_prompts
         self._log_pairs(step, judged)
         self._record(step, Chunk.joined(judged))
         self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
         record = batch_record(judged)
         self._say_equal(record["equal_reward_groups"] == 1)
-        return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **record}
+        return sums, {"prompts_seen": first + num_prompts, **record}
 
     def _refuse_failing(self, scores: Scores) -> None:
         """Ends the run if rewards failed for every response of two batches in a row. All hosts call it."""
@@ -237,10 +243,50 @@ class RolloutSteps:
         phases.enter(phase, step)
         return sums
 
-    def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
-        """The chunks of a batch in order; while one is used, the next is sampled or judged."""
-        rl, config, first = self._rl, self._config, self._prompts_seen
+    def _chunks_to_train(self, first: int, judged: list[Chunk], timeline: Timeline) -> Iterator[Chunk]:
+        """The chunks of the batch that begins with a prompt of the run.
+
+        With dynamic_sampling, the batch is the first groups with different rewards in the order of prompts, however
+        they are split; where there are too few, the rest of it is empty.
+
+        Args:
+          judged: gets the chunks up to the last group of the batch.
+        Source: Yu et al. 2025, arXiv:2503.14476, section 3.2.
+        """
+        with contextlib.closing(self._judged_chunks(first, timeline)) as chunks:
+            if self._config.dynamic_sampling > 1:
+                yield from self._refilled(chunks, judged)
+                return
+            for chunk in chunks:
+                judged.append(chunk)
+                yield chunk
+
+    def _refilled(self, chunks: Iterable[Chunk], judged: list[Chunk]) -> Iterator[Chunk]:
+        """As many chunks as the batch has, of groups with different rewards; `judged` as in `_chunks_to_train`."""
+        left = self._batch.micro_batches
+        kept: list[Chunk] = []
+        for group in itertools.chain.from_iterable(chunk.groups() for chunk in chunks):
+            judged.append(group)
+            if group.has_different_rewards:
+                kept.append(group)
+            if len(kept) == self._batch.prompts_per_micro_batch:
+                yield Chunk.joined(kept)
+                kept = []
+                left -= 1
+            if left == 0:
+                return
+        nothing = judged[-1].part(slice(0, 0))
+        yield Chunk.joined([nothing, *kept])
+        for _ in range(left - 1):
+            yield nothing
+
+    def _judged_chunks(self, first: int, timeline: Timeline) -> Generator[Chunk]:
+        """Chunks from a prompt of the run on; while one is used, the next that is certainly needed is made."""
+        rl, config = self._rl, self._config
         per_chunk = self._batch.prompts_per_micro_batch
+        num_chunks = self._batch.micro_batches
+        most = num_chunks * config.dynamic_sampling
+        numbers = self._prompt_numbers(first, most * per_chunk)
 
         def sample(chunk: int) -> Sampled:
             places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
@@ -257,7 +303,9 @@ class RolloutSteps:
             with timeline.phase("reward", chunk):
                 return sampled, rl.judge(sampled, config.num_generations)
 
-        for sampled, found in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
+        needed = _ahead(num_chunks, sample, judge, beside=self.samples_beside)
+        more = (judge(chunk, sample(chunk)) for chunk in range(num_chunks, most))
+        for sampled, found in itertools.chain(needed, more):
             scores = shared(found)
             for message in scores.messages:
                 self._say(f"reward: {message}")
@@ -265,14 +313,10 @@ class RolloutSteps:
                 sampled, scores, num_generations=config.num_generations, scale_rewards=config.scale_rewards
             )
 
-    def _prompt_numbers(self) -> np.ndarray:
-        """The numbers of the prompts of the next or the unfinished batch."""
-        return example_ids(
-            self._prompts_seen,
-            self._batch.prompts_per_batch,
-            num_examples=len(self._rl.prompts),
-            seed=self._config.data_shuffle_seed,
-        )
+    def _prompt_numbers(self, first: int, count: int) -> np.ndarray:
+        """The numbers of prompts of the run."""
+        seed = self._config.data_shuffle_seed
+        return example_ids(first, count, num_examples=len(self._rl.prompts), seed=seed)
 
     def _restored(self) -> list[Rows]:
         """The chunks of the batch in which the run stopped."""
@@ -304,13 +348,10 @@ class RolloutSteps:
         return found
 
     def named_rows(self) -> list[NamedRow]:
-        """The rows of the batch, by the numbers of their prompts. All hosts call it."""
+        """The rows of the batch that have a token, by their places in it. All hosts call it."""
         rows = self._rows_on_host()
-        numbers = np.repeat(self._numbers, self._config.num_generations)
-        return [
-            NamedRow("", int(number), {name: x[pair] for name, x in rows.items()})
-            for pair, number in enumerate(numbers)
-        ]
+        places = np.flatnonzero(rows["segments"].any(axis=1)).tolist()
+        return [NamedRow("", place, {name: x[place] for name, x in rows.items()}) for place in places]
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""

@@ -213,6 +213,7 @@ class TrainProgress:
       skipped_in_a_row: consecutive steps, up to this one, skipped for a non-finite gradient.
       noise: the estimate of the gradient noise scale.
       losses: of the last steps, the band for the next one's; empty with max_loss_spike=0.
+      entries: those of the source before the newest sampled batch, and those after it; None where examples are read.
     """
 
     step: int = 0
@@ -221,6 +222,7 @@ class TrainProgress:
     skipped_in_a_row: int = 0
     noise: NoiseScale = dataclasses.field(default_factory=NoiseScale)
     losses: tuple[float, ...] = ()
+    entries: tuple[int, int] | None = None
 
 
 _MODEL_KEYS = tuple(key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range"))
@@ -496,8 +498,10 @@ class Checkpointer(CheckpointReader):
 
 
 def _progress(about: Mapping[str, Any]) -> TrainProgress:
+    about = {"entries": None, **about}
     values = {field.name: about[field.name] for field in dataclasses.fields(TrainProgress)}
     values |= {"noise": NoiseScale(**about["noise"]), "losses": tuple(about["losses"])}
+    values["entries"] = about["entries"] and tuple(about["entries"])
     return TrainProgress(**values)
 
 

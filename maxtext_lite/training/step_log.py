@@ -40,6 +40,7 @@ class StepResult(NamedTuple):
       find_cause: finds the origin of a non-finite gradient, a clause or "", from the state after this step or a later
         one, which still has the step's parameters.
       more: further entries of the step's record.
+      entries: `TrainProgress.entries` after this step.
     """
 
     metrics: dict[str, jax.Array]
@@ -48,6 +49,7 @@ class StepResult(NamedTuple):
     data_seconds: float
     find_cause: Callable[[TrainState], str]
     more: Mapping[str, Any] = types.MappingProxyType({})
+    entries: tuple[int, int] | None = None
 
 
 def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool:
@@ -200,6 +202,7 @@ class StepLog:
             skipped_in_a_row=skipped,
             noise=noise,
             losses=before.losses,
+            entries=result.entries,
         )
         record = {"step": step, **metrics}
         if not metrics.get(self.run.parts.objective.divisor, metrics["target_tokens"]):  # means over nothing

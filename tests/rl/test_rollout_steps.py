@@ -10,16 +10,18 @@ import pytest
 
 from maxtext_lite.analysis.replay import replayed
 from maxtext_lite.config import UserError
+from maxtext_lite.data.order import example_ids
 from maxtext_lite.post_training import rollout_steps
 from maxtext_lite.post_training.advantages import group_advantages
 from maxtext_lite.post_training.chunked_step import ChunkedStep
+from maxtext_lite.post_training.prompts import open_prompts
 from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
 from maxtext_lite.post_training.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, loop, stopping
 from tests.processes import RunFiles
-from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, steps, timeless
+from tests.rl.conftest import BATCH, MESH, RUN, WHOLE, evaluations, steps, timeless
 from tests.run_directories import lines_of
 
 
@@ -103,6 +105,56 @@ def test_a_step_is_repeated_to_the_bit_with_its_rows(whole, step, tmp_path):
     assert before == [
         (path, path.stat().st_mtime_ns) for path in sorted(run.rglob("*"))
     ]
+
+
+def odd(prompts, completions):
+    """The same for all responses to even numbers."""
+    shares = [sum(letter < "@" for letter in text) / 10 for text in completions]
+    return [int(prompt[0]) % 2 * x for prompt, x in zip(prompts, shares, strict=True)]
+
+
+DYNAMIC = "num_iterations=2 grpo_beta=0.05 dynamic_sampling=2 eval_interval=-1 steps=6"
+
+
+def test_groups_of_equal_rewards_are_replaced_however_a_batch_is_split(
+    tmp_path, config_of
+):
+    """The first four groups of odd numbers, of eight at most; what was read is in the checkpoint."""
+
+    def run(name, *words):
+        own = [f"run_name={name}", f"reward_functions={__name__}:odd"]
+        return config_of(tmp_path, *DYNAMIC.split(), *own, *words)
+
+    config = run("whole", "micro_batch_size=16", "record_rollouts=all")
+    train_rl(config)
+    train_rl(run("split", "micro_batch_size=4", *MESH.split()))
+    whole, split = (steps(tmp_path / name) for name in ("whole", "split"))
+    prompts, _ = open_prompts(config)
+    first = 0
+    for line, other in zip(whole[::2], split[::2], strict=True):
+        numbers = example_ids(first, 8, num_examples=90, seed=config.data_shuffle_seed)
+        is_odd = [int(prompts[number].text[0]) % 2 for number in numbers.tolist()]
+        num_read = 8 if sum(is_odd) < 4 else int(np.cumsum(is_odd).searchsorted(4)) + 1
+        first += num_read
+        assert line["prompts_seen"] == other["prompts_seen"] == first
+        share = sum(is_odd[:num_read]) / num_read
+        assert line["equal_reward_groups"] == pytest.approx(1 - share)
+        assert line["responses_hash"] == other["responses_hash"]
+    assert {8} < {*np.diff([0, *(line["prompts_seen"] for line in whole[::2])])}
+    for line, other in zip(whole, split, strict=True):
+        for name in ("examples_hash", "target_tokens"):
+            assert line[name] == other[name]
+        for name in ("loss", "grad_norm", "kl"):
+            assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+    resumed = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    for lost in (5, 6):
+        shutil.rmtree(resumed / "checkpoints" / str(lost))
+    train_rl(run("resumed", "micro_batch_size=16"))
+    assert timeless(steps(resumed)) == timeless(whole)
+    found = replayed(
+        tmp_path / "whole", 6, [], tolerance=None, with_rows=True, say=print
+    )
+    assert (found.tolerance, found.first_difference) == (0, None)
 
 
 def stopped_after(monkeypatch, num_steps):
