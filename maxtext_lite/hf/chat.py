@@ -13,7 +13,8 @@ import jinja2
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
-from maxtext_lite.data.tokenizer import CONFIG_FILE, TokenizerKeys, special_tokens
+from maxtext_lite.data.tokenizer import TokenizerKeys
+from maxtext_lite.data.tokenizer_files import CONFIG_FILE, special_tokens
 from maxtext_lite.hf.template import MARKS, ChatEnvironment, UnstatedToken
 from maxtext_lite.hf.turns import Turn
 

@@ -11,7 +11,8 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.data.tokenizer import WORD_PATTERN, load_tokenizer
+from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.data.tokenizer_files import WORD_PATTERN
 from maxtext_lite.preparation.keys import PrepareConfig, TokenizerConfig
 from maxtext_lite.preparation.shards import document_reader
 from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.tokenizer import HuggingFaceTokenizer
+from maxtext_lite.data.tokenizer_files import HuggingFaceTokenizer
 from maxtext_lite.hf.chat import (
     DATE_OF_TRAINING_DATA,
     ChatTemplate,

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
-from maxtext_lite.data import tokenizer as splitting
+from maxtext_lite.data import tokenizer_files as splitting
 from maxtext_lite.data.text_files import find_files, json_lines
 
 ALPHABET = [
