@@ -256,11 +256,17 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, b
     if noise_scale <= 0:
         return f"The gradient noise scale of {noise_scale:.3g} examples is lost in its own noise and says nothing."
     measured = measured_scale(noise_scale, relative_error)
-    if relative_error is None or relative_error >= 1 / _STANDARD_ERRORS:
-        return f"{measured}, which is too uncertain to judge the batch of {batch:,}."
-    low, high = _ends(noise_scale, relative_error)
     steps = 1 + noise_scale / batch
     examples = 1 + batch / noise_scale
+    progress = (
+        f"With the batch of {batch:,} a step makes {1 / steps:.0%} of the progress of an infinite batch, an example "
+        f"{1 / examples:.0%} of that in a tiny one."
+    )
+    if relative_error is None:
+        return f"{measured}. {progress} Its error is not known, so this is only a hint."
+    if relative_error >= 1 / _STANDARD_ERRORS:
+        return f"{measured}, which is too uncertain to judge the batch of {batch:,}."
+    low, high = _ends(noise_scale, relative_error)
     if low > 2 * batch:
         fewer = 1 - (1 + noise_scale / (2 * batch)) / steps
         more = (1 + 2 * batch / noise_scale) / examples - 1
@@ -274,10 +280,7 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, b
     else:
         side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
         verdict = f"near it; whether the noise scale is {side} {factor} the batch cannot be told within its error"
-    return (
-        f"{measured}. With the batch of {batch:,} a step makes {1 / steps:.0%} of the progress of an infinite batch, "
-        f"an example {1 / examples:.0%} of that in a tiny one. At a suitable learning rate, the batch is {verdict}."
-    )
+    return f"{measured}. {progress} At a suitable learning rate, the batch is {verdict}."
 
 
 def _ends(noise_scale: float, relative_error: float) -> tuple[float, float]:
