@@ -1,5 +1,6 @@
 """The charts of a report, in the order of the page, and the metrics that they need."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +65,10 @@ CHARTS = tuple(
 NOISE_SCALE_BAND = ("gradient_noise_scale_low", "gradient_noise_scale_high")
 """The ends of the noise scale's interval; the high one may be missing."""
 
+_LINES = dict.fromkeys(itertools.chain.from_iterable(spec.lines for spec in CHARTS))
 STEP_METRICS = (
     "examples_seen", "tokens_seen", "gradient_noise_scale_error", *NOISE_SCALE_BAND,
-    *dict.fromkeys(metric for spec in CHARTS for metric in spec.lines if metric not in EVALUATION_METRICS),
+    *(metric for metric in _LINES if metric not in EVALUATION_METRICS),
 )  # fmt: skip
 """The numbers that a report reads from a step's line in metrics.jsonl."""
 

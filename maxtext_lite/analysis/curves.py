@@ -1,7 +1,7 @@
 """The lines and marks of the charts that page.js draws, downsampled to the resolution of a screen."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median_low
 from typing import Any
 
@@ -36,7 +36,9 @@ def make_board(runs: Sequence[Run]) -> Json:
     charts: lines with the mean of each bucket of a grid and, where it is visible, its lowest and highest value.
     marks: skipped updates; for a single run, changes of the batch size.
     """
-    tables = [table for run in runs for table in (run.steps, run.evaluations)]
+    tables: list[Mapping[str, Column]] = []
+    for run in runs:
+        tables += [run.steps, run.evaluations]
     num_lines = 1
     for spec in CHARTS:
         for table in tables:
@@ -90,7 +92,7 @@ def make_chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Buckets])
     """A chart of these runs; None where it has no line."""
     if spec.unless and all(spec.unless in run.steps for run in runs):
         return None
-    drawn = spec.lines_of(name for run in runs for name in (*run.steps, *run.evaluations))
+    drawn = spec.lines_of(chain.from_iterable((*run.steps, *run.evaluations) for run in runs))
     lines: list[Json] = []
     units: dict[str, None] = {}
     for number, run in enumerate(runs):
@@ -112,7 +114,8 @@ def make_chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Buckets])
                 "grid": grid,
             }
             lines.append(line | _line(metric, run, buckets[grid]))
-    values = [value for line in lines for value in line["mean"] if value is not None]
+    means = chain.from_iterable(line["mean"] for line in lines)
+    values = [value for value in means if value is not None]
     if not values:
         return None
     return {

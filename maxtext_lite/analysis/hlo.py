@@ -927,7 +927,9 @@ def scheduled_seconds(
         """The time of one run of a computation."""
         computation = module.computations[name]
         parts = {it.name: dict(parts_of(it)) for it in computation.instructions.values()}
-        last = {key: at for at, keys in parts.items() for key in keys}
+        last: dict[str, str] = {}
+        for at, keys in parts.items():
+            last |= dict.fromkeys(keys, at)
         now = links = copies = 0.0
         ends: dict[str, float] = {}
         for it in computation.instructions.values():

@@ -3,6 +3,7 @@
 Its charts are drawn by page.js: uPlot, at 50 kB, is five times as long and has neither error bands nor marks.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
 def _beside(tables: Sequence[Mapping[str, Cell]]) -> dict[str, list[Cell]]:
     """The rows of several tables with a column for each; without rows in which no table has a value."""
     rows: dict[str, list[Cell]] = {}
-    for name in dict.fromkeys(name for table in tables for name in table):
+    for name in dict.fromkeys(itertools.chain.from_iterable(tables)):
         cells = [table.get(name, NONE) for table in tables]
         if any(cell not in (NONE, (NONE, "")) for cell in cells):
             rows[name] = cells
@@ -94,7 +95,8 @@ def _differs(cells: Sequence[Cell]) -> bool:
 
 def _last_second(run: Run) -> float:
     """The end of the last phase in the timeline, in seconds since its step began."""
-    return max((stop for phases in run.timeline.values() for _, _, _, stop in phases), default=0.0) or 1.0
+    phases = itertools.chain.from_iterable(run.timeline.values())
+    return max((stop for _, _, _, stop in phases), default=0.0) or 1.0
 
 
 def _planned_rows(runs: Sequence[Run]) -> Rows:
@@ -149,7 +151,9 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
 
 def _setting_rows(runs: Sequence[Run]) -> Rows:
     """The keys that differ from base.yml; those that differ between several runs come first."""
-    names = dict.fromkeys(key for run in runs for key, (value, base, _) in run.settings.items() if value != base)
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(key for key, (value, base, _) in run.settings.items() if value != base)
     if len(runs) == 1:
         return {key: [NONE if text is None else text for text in runs[0].settings[key]] for key in names}
     rows = _beside([{key: run.settings[key][0] for key in names if key in run.settings} for run in runs])

@@ -1,5 +1,6 @@
 """A pipeline's timetable as text for a terminal or as SVG for a file."""
 
+import itertools
 from pathlib import Path
 
 import jinja2
@@ -18,7 +19,7 @@ def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
     cells: list[list[str]] = []
     for row in rows:
         cells.append([_cell(shape, work) for work in row[:_MOST_TICKS_OF_TEXT]])
-    width = max(len(each) for row in cells for each in row)
+    width = max(map(len, itertools.chain.from_iterable(cells)))
     more = _more(len(rows[0]) - len(cells[0]))
     lines = [heading(shape, schedule)]
     for stage, row in enumerate(cells):

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ def _columns(records: Mapping[int, Record], metrics: Sequence[str], by_source: S
             columns[metric] = column
     for metric in by_source:
         objects = [as_object(records[step].get(metric)) for step in order]
-        for source in dict.fromkeys(source for each in objects for source in each):
+        for source in dict.fromkeys(itertools.chain.from_iterable(objects)):
             columns[f"{metric}/{source}"] = [_number(each.get(source)) for each in objects]
     return columns
 
