@@ -9,8 +9,7 @@ from maxtext_lite.batching.topology import MOST_DEVICES
 from maxtext_lite.cli import ArgumentParser, bounded, run_command, whole_number
 from maxtext_lite.config import Config, ConfigError, UserError, load_config
 from maxtext_lite.config.errors import full_text, setting_text
-from maxtext_lite.hf.maxtext import Translation, translate
-from maxtext_lite.hf.maxtext_command import read_command
+from maxtext_lite.hf.maxtext import Translation, read_command, translate
 
 _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|help|version).*|-h", re.DOTALL)
 _NEEDS: dict[str, tuple[str, object]] = {  # keys without a meaning while another has this value

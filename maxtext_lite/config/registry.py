@@ -65,7 +65,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "grpo": "maxtext_lite.post_training.kinds:GRPO",
     },
     "observer": {"watchdog": "maxtext_lite.operations.watchdog:watchdog"},
-    "parameters": {"huggingface": "maxtext_lite.hf.reader:open_parameters"},
+    "parameters": {"huggingface": "maxtext_lite.hf.weights:open_parameters"},
     "quantization": {
         "int8": "maxtext_lite.kernels.eight_bits:INT8",
         "fp8": "maxtext_lite.kernels.eight_bits:FP8",

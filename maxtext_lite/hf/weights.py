@@ -13,16 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.hf.adapter import Adapter, adapter_of
 from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fields, text_tensor
 from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.names import TABLES, Entry, Table, entries_of, flat, model_of, shapes_of, some_of
+from maxtext_lite.hf.peft import read_peft_adapters
 from maxtext_lite.hf.safetensors import (
     DTYPES,
     FILE_BYTES,
@@ -36,10 +38,47 @@ from maxtext_lite.hf.safetensors import (
     is_finite,
     write_safetensors,
 )
-from maxtext_lite.parallel import Params, on_first_host, sharding
+from maxtext_lite.models import Lora
+from maxtext_lite.parallel import Params, Tree, on_first_host, sharding
+from maxtext_lite.training.parameter_files import Reader
 
 Bounds = tuple[tuple[int, int], ...]
 """The first index of each dim, and the one after the last."""
+
+
+def open_parameters(path: str | Path) -> Reader | None:
+    """The reader of a Hugging Face directory or of an adapter to one; None for everything else.
+
+    Raises:
+      UserError: its weights are pickled or missing, or the adapter cannot be read.
+    """
+    if not has_hf_weights(path):
+        return None
+    return HuggingFaceReader(path, adapter_of(path))
+
+
+class HuggingFaceReader(Reader):
+    """The parameters of a Hugging Face directory, or those of an adapter's base model and its matrices."""
+
+    def __init__(self, directory: str | Path, adapter: Adapter | None) -> None:
+        self.directory = adapter.base if adapter else directory
+        self._adapter = adapter
+        if adapter:
+            self.lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
+
+    def load(self, abstract_params: Params, key: str) -> Params:
+        return load_hf_parameters(self.directory, abstract_params, key)
+
+    def load_adapters(self, plain: Params, where: Tree) -> Params:
+        assert self._adapter is not None
+        shapes = shapes_of(flat(plain))
+        read = read_peft_adapters(self._adapter, shapes)
+        shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
+
+        def place(x: np.ndarray, at: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+        return jax.tree.map(place, read, shardings)
 
 
 def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:

@@ -4,7 +4,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from maxtext_lite.hf.template import ChatEnvironment
+from maxtext_lite.hf.chat import ChatEnvironment
 
 TURNS = [
     {"role": ("user", "assistant")[number % 2], "content": f"words of turn {number}"}
