@@ -228,7 +228,8 @@ class Branches:
         path = self._output / "branch.json"
         with writing(self._output):
             self._output.mkdir(parents=True, exist_ok=True)
-            if path.exists() and (there := read_object(path)) != about:
+            there = read_object(path) if path.exists() else about
+            if there != about:
                 raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
             write_whole(path, json.dumps(about))
             for branch in self.all:

@@ -66,7 +66,9 @@ def read_data(config: Config, *, with_ids: bool) -> None:
                 ids = batch.example_ids
                 content = examples_hash(source.hashed(ids))
                 print(json.dumps({"step": step, "examples_hash": content, "ids": source.row_ids(ids)}))
-            elif (now := time.perf_counter()) - since >= _SECONDS_BETWEEN_LINES and is_first:
+                continue
+            now = time.perf_counter()
+            if is_first and now - since >= _SECONDS_BETWEEN_LINES:
                 print(f"step {step}/{num_steps}  {(seen - shown) / (now - since):,.0f} rows/s", flush=True)
                 shown = seen
                 since = now

@@ -193,7 +193,8 @@ def _computation(name: str, body: str) -> Computation:
     found = {}
     for line in body.splitlines():
         match = _INSTRUCTION.match(line)
-        if match and (instruction := _instruction(match, line.strip())):
+        instruction = _instruction(match, line.strip()) if match else None
+        if instruction:
             found[instruction.name] = instruction
     return Computation(name, found)
 
@@ -635,9 +636,11 @@ def instruction_work(
             if lhs is not None and rhs is not None:
                 dtype = "x".join(sorted({lhs.dtype, rhs.dtype}))
                 flops[dtype] = flops.get(dtype, 0) + _matmul_flops(part, lhs, rhs)
-        elif part.opcode == "custom-call" and (name := _kernel_name(part)) is not None:
-            stated = part.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
-            kernels.append((name, float(stated) if stated else None))
+        elif part.opcode == "custom-call":
+            name = _kernel_name(part)
+            if name is not None:
+                stated = part.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+                kernels.append((name, float(stated) if stated else None))
     return InstructionWork(flops, kernels, _moved_bytes(it, computation, module, spaces))
 
 
