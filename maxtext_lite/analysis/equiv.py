@@ -32,7 +32,7 @@ _RUN = {
     "eval_fraction": 0.0, "profiler_steps": 0, "log_to": "", "prometheus_port": 0, "load_parameters_path": "",
     "grain_worker_count": 0,
     "learning_rate_scaling": "none", "learning_rate_scaling_of": "target", "scale_adam_with_batch": False,
-    "global_batch_size": 0, "global_batch_tokens": 0, "on_resume_batch": "config",
+    "global_batch_size": 0, "global_batch_tokens": 0,
     "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "pipeline_schedule": "gpipe",
     "num_pipeline_microbatches": -1, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
 }  # fmt: skip

@@ -40,6 +40,11 @@ class SampledBatch(ABC):
 
     @property
     @abstractmethod
+    def stages(self) -> list[tuple[int, Batch]]:
+        """The threshold of each stage, in examples, and its batch."""
+
+    @property
+    @abstractmethod
     def examples_per_entry(self) -> int:
         """Examples that an entry of the data becomes, over all steps made with it."""
 

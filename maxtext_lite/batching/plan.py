@@ -415,7 +415,7 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
         broken.append(not_whole("eval_per_device_batch_size", eval_size, num_devices))
     readers = legal(loading_hosts(config, topology.num_hosts))
     target = batch if config.batch_schedule else batch or stated_batch(config, num_devices)
-    ramp = make_rampup(config, target, num_devices)
+    ramp = make_rampup(config, target, num_devices, sampled.stages if sampled else None)
     rampup = legal(ramp)
     stages = None
     if batch and not isinstance(ramp, Refusal):

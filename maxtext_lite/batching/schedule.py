@@ -201,10 +201,18 @@ class RampupBatchManager:
         }
 
 
-def make_rampup(config: Config, batch: Batch | None, num_devices: int) -> RampupBatchManager | Refusal | None:
-    """The schedule of a config's batch; None where there is one batch or the target is unknown; or a rule it breaks."""
+def make_rampup(
+    config: Config, batch: Batch | None, num_devices: int, sampled: Sequence[tuple[int, Batch]] | None = None
+) -> RampupBatchManager | Refusal | None:
+    """The schedule of a config's batch; None where there is one batch or the target is unknown; or a rule it breaks.
+
+    Args:
+      sampled: thresholds and batches of a run that samples its examples.
+    """
     if batch is None:
         return None
+    if sampled is not None:
+        return RampupBatchManager(make_stages(sampled), "gradient_accumulation_steps") if len(sampled) > 1 else None
     if config.enable_rampup_batch_size:
         if broken := _ramp_violation(config, batch, num_devices):
             return broken

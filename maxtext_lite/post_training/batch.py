@@ -1,6 +1,7 @@
 """Reinforcement learning: batches of prompts and pairs, how responses are generated, and the memory that takes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from maxtext_lite.config.errors import Refusal, bytes_text, number_text
 from maxtext_lite.config.nearest import around, divisors, multiples_around
 from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
-from maxtext_lite.post_training.keys import RLRunConfig
+from maxtext_lite.post_training.keys import RLRunConfig, prompt_stages
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
 
@@ -60,6 +61,7 @@ class RLBatch(SampledBatch):
       trainer_devices, sampler_devices: devices that train and devices that generate; all of them if they take turns.
       takes_turns: whether the same devices do both.
       rollout: how responses are generated; None if a server generates them.
+      prompt_stages: (threshold, batch) of each stage, in prompts; all but the last with other `prompts_per_batch`.
     """
 
     prompts_per_batch: int
@@ -75,12 +77,35 @@ class RLBatch(SampledBatch):
     sampler_devices: int
     takes_turns: bool
     rollout: Rollout | None
+    prompt_stages: tuple[tuple[int, int], ...]
 
     @property
     def trained(self) -> Batch:
         """What the trainer's devices see: a pair is an example."""
         per_device = Fraction(self.pairs_per_micro_batch, self.trainer_devices)
         return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
+
+    @property
+    def stages(self) -> list[tuple[int, Batch]]:
+        """Thresholds in pairs, one for each update on them; a stage begins with a batch, so they are whole batches."""
+        found: list[tuple[int, Batch]] = []
+        seen = 0
+        ends = [threshold for threshold, _ in self.prompt_stages[1:]]
+        for (_, prompts), end in itertools.zip_longest(self.prompt_stages, ends):
+            found.append((seen * self.examples_per_entry, self.of_prompts(prompts).trained))
+            if end is not None:
+                seen += max(-(-(end - seen) // prompts), 0) * prompts
+        return found
+
+    def of_prompts(self, prompts: int) -> "RLBatch":
+        """The batch of another stage, in the same micro-batches."""
+        pairs = prompts * self.num_generations
+        return dataclasses.replace(
+            self,
+            prompts_per_batch=prompts,
+            pairs_per_batch=pairs,
+            micro_batches=-(-pairs // self.pairs_per_micro_batch),  # whole by `keys.RL_RULES`
+        )
 
     @property
     def prompts_per_micro_batch(self) -> int:
@@ -129,6 +154,7 @@ class RLBatch(SampledBatch):
         """The fields by name, those of the rollout prefixed with `rollout_`, and the overlap."""
         fields = dataclasses.asdict(self)
         rollout: dict[str, object] = fields.pop("rollout") or {}
+        del fields["prompt_stages"]  # which stand in `rampup`
         of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 
@@ -251,6 +277,7 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
         sampler_devices=sampler,
         takes_turns=takes_turns,
         rollout=rollout,
+        prompt_stages=prompt_stages(config),
     )
 
 

@@ -130,7 +130,7 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
             "gradient_accumulation_steps": _ITS_BATCH,
             "global_batch_size": _ITS_BATCH,
             "global_batch_tokens": _ITS_BATCH,
-            "batch_schedule": _ITS_BATCH,
+            "rampup_mode": _ITS_BATCH,
             "enable_rampup_batch_size": _ITS_BATCH,
             "on_resume_batch": _ITS_BATCH,
             "expansion_factor_real_data": _ITS_BATCH,
@@ -186,18 +186,43 @@ def unused_arithmetic(config: RLRunConfig) -> Refusal | None:
     return refuse_unused(config, usual, reason, {"dataset_type": "arithmetic"})
 
 
+def prompt_stages(config: RLRunConfig) -> tuple[tuple[int, int], ...]:
+    """(threshold, batch) of each stage, both in prompts."""
+    return config.batch_schedule or ((0, config.batch_size),)
+
+
 def _micro_batch(config: RLRunConfig) -> Refusal | None:
+    """Micro-batches are whole groups of responses, and divide the pairs of every stage."""
     key, pairs = "micro_batch_size", config.micro_batch_size
-    prompts, group = config.batch_size, config.num_generations
-    whole = prompts * group
-    if pairs == -1 or (pairs % group == 0 and whole % pairs == 0):
+    group = config.num_generations
+    batches = {prompts for _, prompts in prompt_stages(config)}
+    common = math.gcd(*batches)
+    if pairs == -1:
+        if len(batches) == 1:
+            return None
+        return refuse(config, key, "splits no batch, and batch_schedule has several sizes", common * group)
+    if pairs % group == 0 and common * group % pairs == 0:
         return None
-    legal = around([group * count for count in divisors(prompts)], pairs)
+    legal = around([group * count for count in divisors(common)], pairs)
     if pairs % group:
         rule = f"is not a multiple of num_generations={group}: a group of responses is judged together"
         return refuse(config, key, rule, *legal)
-    rule = f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
+    prompts = next(prompts for prompts in batches if prompts * group % pairs)
+    rule = f"does not divide the {prompts * group} pairs of {prompts} prompts x num_generations={group}"
     return refuse(config, key, rule, *legal)
+
+
+def _prompt_schedule(config: RLRunConfig) -> Refusal | None:
+    """Thresholds and batches are in prompts; the last batch is batch_size."""
+    if not config.batch_schedule:
+        return None
+    last = config.batch_schedule[-1][1]
+    if config.batch_size != last:
+        return refuse(config, "batch_size", "contradicts the last stage of batch_schedule", last)
+    if config.batch_schedule_unit == "tokens":
+        rule = "is impossible in RL: the number of tokens in the responses is not known in advance"
+        return refuse(config, "batch_schedule_unit", rule, "examples")
+    return None
 
 
 def _lengths(config: RLRunConfig) -> Refusal | None:
@@ -496,6 +521,7 @@ def _recorded(config: RLRunConfig) -> Refusal | None:
 
 RL_RULES: tuple[Callable[[RLRunConfig], Refusal | None], ...] = (
     _micro_batch,
+    _prompt_schedule,
     _lengths,
     _steps,
     _devices,

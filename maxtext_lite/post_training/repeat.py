@@ -59,7 +59,12 @@ class SampledBatches:
         """The keys that split a batch into micro-batches of whole groups."""
         del devices
         pairs = PROMPTS * _Sizes.of(config).generations
-        return {"micro_batch_size": pairs // accumulation, "trainer_devices_fraction": 1, "sampler_devices_fraction": 1}
+        return {
+            "batch_schedule": (),
+            "micro_batch_size": pairs // accumulation,
+            "trainer_devices_fraction": 1,
+            "sampler_devices_fraction": 1,
+        }
 
     def splits(self, config: RLRunConfig) -> Sequence[tuple[str, Mapping[str, object], int]]:
         """Half of the devices train, if some do in the config."""

@@ -16,6 +16,7 @@ from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.row_losses import NamedRow
 from maxtext_lite.operations.watchdog import watchdog
 from maxtext_lite.parallel import sharding
+from maxtext_lite.post_training.batch import RLBatch
 from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.post_training.held_out import HeldOutResponses
 from maxtext_lite.post_training.keys import RLRunConfig, records_step
@@ -92,7 +93,8 @@ class RolloutSteps:
         self._rl = rl
         self._run = run
         self._config = config
-        self._batch = rl.batch
+        self._log = log
+        self._batch = self._next_batch()
         self._say = log.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
         step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
@@ -113,13 +115,18 @@ class RolloutSteps:
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         # The prompts before the newest batch, and those after it.
-        first = rl.batch.prompts_before(counts.step, counts.examples_seen)
-        self._prompts = counts.entries or (first, first + rl.batch.prompts_per_batch)
+        first = self._batch.prompts_before(counts.step, counts.examples_seen)
+        self._prompts = counts.entries or (first, first + self._batch.prompts_per_batch)
         if counts.entries is None and not counts.step % config.num_iterations:
             self._prompts = (first, first)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
+
+    def _next_batch(self) -> RLBatch:
+        """The batch of the stage of the next step."""
+        stage = self._run.plan.stage_at(self._log.counts.examples_seen)
+        return self._rl.batch.of_prompts(stage.global_batch_to_train // self._rl.batch.num_generations)
 
     def prepare(self, state: TrainState, step: int) -> None:
         """Nothing: programs are compiled at their first use."""
@@ -127,7 +134,8 @@ class RolloutSteps:
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
         """Takes a step, on new responses or on those of the step before; returns once it is done."""
         phases.enter("rollout", step)
-        batch, timeline = self._batch, Timeline()
+        batch = self._batch = self._next_batch()
+        timeline = Timeline()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, timeline)
         else:

@@ -355,3 +355,20 @@ def test_killed_and_stopped_a_run_continues_to_the_same_bits(
         assert read(directories[0]) == read(directories[1])
     for one, other in zip(parameters(result), parameters(whole), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_schedule_counts_prompts_and_a_resume_in_the_middle_of_a_batch_continues_it(
+    tmp_path, config_of
+):
+    """Batches of 2 prompts until 3 are seen, then of 4, with two updates on each; killed after step 3."""
+    words = [*WHOLE, "micro_batch_size=8", "batch_schedule=[[0, 2], [3, 4]]"]
+    words += ["checkpoint_period=3", "max_num_checkpoints_to_keep=9"]
+    whole = train_rl(config_of(tmp_path, *words)).run_directory
+    found = steps(whole)
+    assert [line["global_batch_to_train"] for line in found] == [8] * 4 + [16] * 2
+    assert [line["prompts_seen"] for line in found[::2]] == [2, 4, 8]
+    assert [line["examples_seen"] for line in found] == [8, 16, 24, 32, 48, 64]
+    killed = shutil.copytree(whole, tmp_path / "killed")
+    shutil.rmtree(killed / "checkpoints" / "6")
+    train_rl(config_of(tmp_path, *words, "run_name=killed"))
+    assert timeless(steps(killed)) == timeless(found)
