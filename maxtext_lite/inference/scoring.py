@@ -28,8 +28,9 @@ from maxtext_lite.inference.stream_text import write_texts
 from maxtext_lite.inference.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoding import Sampling
+from maxtext_lite.models.layers import OutputHead
 from maxtext_lite.parallel import Params, start_devices
-from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
+from maxtext_lite.training.loss import Readout, scan_tiles, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so few shapes are compiled
 _TILE_TOKENS = 64  # of each row, whose logits exist at one time
@@ -104,8 +105,22 @@ def _row_scores(
     how = Readout(tiles, shape.final_soft_cap, multiplier=shape.logits_multiplier)
     nll_BT = token_losses(x_BTD, head, target_BT, how)
     is_scored_BT = (position_BT >= first_B[:, None]) & (position_BT < end_B[:, None])
-    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT
+    is_likeliest_BT = _likeliest_tokens(x_BTD, head, tiles) == target_BT
     return -jnp.sum(jnp.where(is_scored_BT, nll_BT, 0), axis=1), jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1)
+
+
+def _likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.Array:
+    """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`.
+
+    The logits are not multiplied or capped, which would keep their order, apart from rounding.
+    """
+
+    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        (x,) = arrays
+        return carry, jnp.argmax(Readout().logits(x, head), axis=-1).astype(jnp.int32)
+
+    _, token_BT = scan_tiles(tile, None, Readout(num_tiles), head, x_BTD)
+    return token_BT
 
 
 def _padded(count: int) -> int:

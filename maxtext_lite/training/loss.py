@@ -118,7 +118,7 @@ def _join_tiles(x: Array) -> Array:
     return jnp.moveaxis(x, 0, 2).reshape(B, num_tiles * T, *x.shape[4:])
 
 
-def _scan_tiles(
+def scan_tiles(
     function: Callable[[Tree, tuple[Array, ...]], tuple[Tree, Tree]],
     carry: Tree,
     how: "Readout",
@@ -171,22 +171,8 @@ def token_losses(x_BTD: Array, head: OutputHead, target_BT: Array, how: Readout 
         x, target = arrays
         return carry, _tile_losses(how.logits(x, head), target).nll_BT
 
-    _, nll_BT = _scan_tiles(tile, None, how, head, x_BTD, target_BT)
+    _, nll_BT = scan_tiles(tile, None, how, head, x_BTD, target_BT)
     return nll_BT
-
-
-def likeliest_tokens(x_BTD: Array, head: OutputHead, num_tiles: int) -> Array:
-    """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`.
-
-    The logits are not multiplied or capped, which would keep their order, apart from rounding.
-    """
-
-    def tile(carry: None, arrays: tuple[Array, ...]) -> tuple[None, Array]:
-        (x,) = arrays
-        return carry, jnp.argmax(Readout().logits(x, head), axis=-1).astype(jnp.int32)
-
-    _, token_BT = _scan_tiles(tile, None, Readout(num_tiles), head, x_BTD)
-    return token_BT
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -240,7 +226,7 @@ def _cross_entropy_forward(
     zero = jnp.zeros([], jnp.float32)
     own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *head.projection_DV.shape), jnp.float32)
     dbias_V = None if head.bias_V is None else jnp.zeros(head.bias_V.shape, jnp.float32)
-    carry, dx_BTD = _scan_tiles(tile, (zero, zero, own_ZDV, dbias_V), how, head, x_BTD, target_BT, weight_BT)
+    carry, dx_BTD = scan_tiles(tile, (zero, zero, own_ZDV, dbias_V), how, head, x_BTD, target_BT, weight_BT)
     loss, z_loss, own_ZDV, dbias_V = carry
 
     dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32
