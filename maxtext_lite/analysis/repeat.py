@@ -36,6 +36,7 @@ class ReadBatches:
         keys: dict[str, object] = {
             "per_device_batch_size": per_device,
             "gradient_accumulation_steps": accumulation,
+            "on_resume_batch": "config",
         }
         if config.enable_rampup_batch_size:  # half the batch for one step
             keys["per_device_batch_size_start"] = per_device / 2

@@ -45,9 +45,8 @@ def test_the_figures_of_a_device_are_those_of_the_page(device):
         f"{device.most_linked:,}",
         *(rate and f"{rate / 1e9:g}" for rate in rates),
     ]
-    row = " | ".join(
-        [device.name, *(figure or "" for figure in figures), device.source]
-    )
+    assert device.source
+    row = " | ".join([device.name, *(figure or "" for figure in figures)])
     assert f"| {row} |\n" in (REPOSITORY / "docs" / "performance.md").read_text(
         encoding="utf-8"
     )

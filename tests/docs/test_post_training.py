@@ -89,7 +89,7 @@ def test_the_variants_and_the_template_of_the_page_are_configs():
     variants = re.findall(
         r"^\| (?:DAPO|Dr\. GRPO|GSPO).* \| `(.*)` \|$", RL, re.MULTILINE
     )
-    assert len(variants) == 3
+    assert len(variants) == 4
     for words in variants:
         load_config(RL_FILE, shlex.split(words))
     (word,) = re.findall(r"^`(prompt_template=.*)`\.$", RL, re.MULTILINE)
