@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.batching.schedule import batch_settings, decay, warm_up
+from maxtext_lite.batching.schedule import batch_settings, decay, rate_multiplier, warm_up
 from maxtext_lite.config import (
     Config,
     DataConfig,
@@ -47,6 +47,9 @@ _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model
 _OF_SCHEDULE = (
     "learning_rate",
     "learning_rate_schedule",
+    "learning_rate_scaling",
+    "learning_rate_scaling_of",
+    "base_global_batch_size",
     "schedule_unit",
     "learning_rate_final_fraction",
     "wsd_decay_steps_fraction",
@@ -166,7 +169,10 @@ def schedule_change_note(
     if len(starts) < 2 or starts[-1]["step"] != step:
         return []
     before, now = starts[-2:]
-    schedule = {key: type(getattr(config, key))(before["settings"][key]) for key in _OF_SCHEDULE}
+    schedule: dict[str, Any] = {}
+    for key in _OF_SCHEDULE:
+        value = getattr(config, key)
+        schedule[key] = type(value)(before["settings"].get(key, value))
     old_config = config.model_copy(update={**schedule, "warmup_steps": Fraction(before["settings"]["warmup_steps"])})
     old_rate = _rate_after(old_config, before, step, examples_seen)
     rate = _rate_after(config, now, step, examples_seen)
@@ -194,7 +200,13 @@ def _rate_after(config: OptimizerConfig, start: Mapping[str, Any], step: int, ex
         u = examples_seen / start["batch"]
         last = last_example / start["batch"]
     at = np.float64(u)
-    return f"{float(config.learning_rate * decay(config, at, last, np) * warm_up(config, at, last, np)):.3g}"
+    batch = start["batch"]
+    if config.learning_rate_scaling_of == "stage":
+        batch = [batch for threshold, batch in start["batches"] if threshold <= examples_seen][-1]
+    peak = config.learning_rate
+    if config.learning_rate_scaling != "none":
+        peak *= rate_multiplier(config.learning_rate_scaling, Fraction(batch, config.base_global_batch_size))
+    return f"{float(peak * decay(config, at, last, np) * warm_up(config, at, last, np)):.3g}"
 
 
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python

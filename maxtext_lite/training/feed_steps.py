@@ -104,10 +104,11 @@ class FeedSteps:
         elif self._is_new:
             log.say(f"compiled the train step of the next stage {built.how}, in the background")
         if len(plan.stages) > 1:
+            rate = f"; learning_rate x {plan.stage_multiplier(stage):.4g}" if plan.scales_by_stage else ""
             log.say(
                 f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
                 f"{float(stage.per_device_batch_size):g} per device x {plan.num_devices} devices x "
-                f"{stage.gradient_accumulation_steps} accumulation"
+                f"{stage.gradient_accumulation_steps} accumulation{rate}"
             )
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:

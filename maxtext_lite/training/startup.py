@@ -66,8 +66,9 @@ def _model_text(run: TrainingRun) -> str:
 
 def _batch_text(plan: BatchPlan) -> str:
     devices = "device" if plan.num_devices == 1 else "devices"
+    of = "at last of" if plan.rampup else "of"
     return (
-        f"{plan.steps:,} steps of {plan.global_batch_to_train:,} {'pairs' if plan.rl else 'examples'} = "
+        f"{plan.steps:,} steps {of} {plan.global_batch_to_train:,} {'pairs' if plan.rl else 'examples'} = "
         f"{float(plan.per_device_batch_size):g} per device x {plan.num_devices:,} {devices} x "
         f"{plan.gradient_accumulation_steps} accumulation"
     )

@@ -33,6 +33,32 @@ def test_rates_of_two_peaks_are_compared():
 
 
 DATA_MESH = {"ici_data_parallelism": -1, "ici_fsdp_parallelism": 1}
+
+
+def test_the_rates_that_are_compared_are_those_of_the_batches():
+    """Root of 8 / 4 and 16 / 4 of half the peak, the rate half-way; then of the stage."""
+    scaled = [
+        "learning_rate_scaling=sqrt",
+        "base_global_batch_size=4",
+        "num_epochs=0",
+        "steps=16",
+    ]
+    *_, starts = start([], 0, 0, *scaled, "global_batch_size=8")
+    *of, starts = start(starts, 8, 64, *scaled, "global_batch_size=16")
+    (said,) = schedule_change_note(*of, starts, 8, 64)
+    assert "about 1 instead of 0.707" in said
+    staged = [
+        "global_batch_size=0",
+        "per_device_batch_size=16",
+        "batch_schedule=[[0, 4], [99, 16]]",
+    ]
+    *of, starts = start(
+        starts, 8, 64, *scaled, *staged, "learning_rate_scaling_of=stage"
+    )
+    (said,) = schedule_change_note(*of, starts, 8, 64)
+    assert "about 0.5 instead of 1" in said
+
+
 CONSTANT = ["learning_rate_schedule=constant", "warmup_steps=0.5", "num_epochs=0"]
 STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 
