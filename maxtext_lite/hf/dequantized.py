@@ -283,9 +283,10 @@ def _ceil_div(number: int, by: int) -> int:
 
 def _nibbles(packed: np.ndarray, *, low_first: bool) -> np.ndarray:
     """The two numbers of 4 bits in each byte, along the last dim."""
-    low = packed & 15
-    high = packed >> 4
-    return np.stack([low, high] if low_first else [high, low], -1).reshape(*packed.shape[:-1], -1)
+    pair = [packed >> 4, packed & 15]
+    if low_first:
+        pair.reverse()
+    return np.stack(pair, -1).reshape(*packed.shape[:-1], -1)
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
@@ -302,8 +303,8 @@ def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
 def _float32(x: np.ndarray) -> np.ndarray:
     """Numbers of any format as float32; scales in uint8 are exponents of two, from -127."""
     if x.dtype.itemsize == 1:  # a table is several times faster than a cast
-        every = np.arange(256, dtype=np.uint8)
-        powers = x.dtype == np.uint8
-        table = np.ldexp(np.float32(1), every.astype(np.int32) - 127) if powers else every.view(x.dtype)
-        return table.astype(np.float32)[x.view(np.uint8)]
+        table = np.arange(256, dtype=np.uint8).view(x.dtype).astype(np.float32)
+        if x.dtype == np.uint8:
+            table = np.ldexp(np.float32(1), np.arange(256) - 127)
+        return table[x.view(np.uint8)]
     return x.astype(np.float32)

@@ -17,8 +17,11 @@ _KINDS = {LOCAL: "local", GLOBAL: "global", CHUNKED: "chunked"}
 
 def pattern_of(kinds: Sequence[str]) -> str:
     """The shortest pattern whose repetition gives the layers' kinds."""
-    period = next((length for length in range(1, len(kinds)) if kinds[length:] == kinds[:-length]), len(kinds))
-    return ",".join(_KINDS.get(kind, kind) for kind in kinds[:period]) or "global"
+    for length in range(1, len(kinds)):
+        if kinds[length:] == kinds[:-length]:
+            kinds = kinds[:length]
+            break
+    return ",".join(_KINDS.get(kind, kind) for kind in kinds) or "global"
 
 
 def layer_kinds(config: ModelConfig) -> list[str]:

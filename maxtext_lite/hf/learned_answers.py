@@ -176,8 +176,10 @@ class AnswerFinder:
 
 def _num_shared(one: str, other: str) -> int:
     """Number of characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    for place, (character, beside) in enumerate(zip(one, other, strict=False)):
+        if character != beside:
+            return place
+    return min(len(one), len(other))
 
 
 def _is_closed(answer: str, parts: Sequence[str], closing: str) -> bool:

@@ -313,4 +313,5 @@ def is_finite(x: np.ndarray) -> bool:
     """
     bits = x.reshape(-1).view(np.dtype(f"u{x.itemsize}"))
     mask = bits.dtype.type(0x7F80 if x.dtype == ml_dtypes.bfloat16 else _EXPONENTS[x.itemsize])
-    return not any((bits[start : start + _AT_ONCE] & mask).max() == mask for start in range(0, bits.size, _AT_ONCE))
+    pieces = (bits[start : start + _AT_ONCE] for start in range(0, bits.size, _AT_ONCE))
+    return all((piece & mask).max() != mask for piece in pieces)
