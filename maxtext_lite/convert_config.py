@@ -86,7 +86,8 @@ def _lines(found: Translation, config: Config) -> list[str]:
 
 
 def _has_no_effect(key: str, config: Config) -> bool:
-    return any(key.startswith(start) and getattr(config, needed) == off for start, (needed, off) in _NEEDS.items())
+    needs = [need for start, need in _NEEDS.items() if key.startswith(start)]
+    return any(getattr(config, needed) == off for needed, off in needs)
 
 
 def _equal(ours: object, value: object) -> bool:

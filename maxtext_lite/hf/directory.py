@@ -227,11 +227,12 @@ def _plain(value: object) -> object:
 
 
 def _agrees(key: str, value: object, keys: Keys) -> bool:
-    if key == "initializer_range" or value == keys[key]:  # no parameter is initialised
+    decided = keys[key]
+    if key == "initializer_range" or value == decided:  # no parameter is initialised
         return True
-    if value is None and keys[key] == {}:  # two ways to state none
+    if value is None and decided == {}:  # two ways to state none
         return True
-    number = (int, float)
-    if type(value) is not type(keys[key]) and not (isinstance(value, number) and isinstance(keys[key], number)):
+    are_numbers = isinstance(value, int | float) and isinstance(decided, int | float)
+    if type(value) is not type(decided) and not are_numbers:
         return False
     return not same_architecture(keys, {**keys, key: value})

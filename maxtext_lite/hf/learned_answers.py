@@ -56,17 +56,20 @@ class AnswerFinder:
         if self._template.has_marks:
             return [self._marked(turns, learned)]
         whole = self._template.render(turns, answer_follows=False)
-        answers = [self._answer(turns, at, whole) for at in learned]
-        prompts = [before for before, _ in answers]
-        answered = [
-            before + self._with_end(turns, at, answer) for at, (before, answer) in zip(learned, answers, strict=True)
-        ]
-        places = tuple((len(prompt), len(text)) for prompt, text in zip(prompts, answered, strict=True))
+        prompts: list[str] = []
+        answered: list[str] = []
+        places: list[tuple[int, int]] = []
+        for at in learned:
+            prompt, answer = self._answer(turns, at, whole)
+            text = prompt + self._with_end(turns, at, answer)
+            prompts.append(prompt)
+            answered.append(text)
+            places.append((len(prompt), len(text)))
         if answered[-1].startswith(whole):  # the token of the next role closes the last answer
             whole = answered[-1]
         if all(whole.startswith(text) for text in answered) and self._keeps_tokens(whole, prompts):
             check_contents(turns, whole)
-            return [LearnedText(whole, places)]
+            return [LearnedText(whole, tuple(places))]
         for at, text in zip(learned, answered, strict=True):
             check_contents(turns[: at + 1], text)
         return [LearnedText(text, (place,), True) for text, place in zip(answered, places, strict=True)]
@@ -99,10 +102,13 @@ class AnswerFinder:
     def _answer(self, turns: Sequence[Turn], at: int, whole: str) -> tuple[str, str]:
         """What generation sees at a turn, and the answer with all that the template writes after a last one."""
         before = self._template.render(turns[:at])
-        after = whole if at == len(turns) - 1 else self._template.render(turns[: at + 1], answer_follows=False)
+        after = whole
+        if at < len(turns) - 1:
+            after = self._template.render(turns[: at + 1], answer_follows=False)
         if after.startswith(before):
             return before, after[len(before) :]
-        asked = before[max(before.rfind(turns[at - 1]["content"].strip()), 0) :]
+        question = turns[at - 1]["content"].strip()
+        asked = before[max(before.rfind(question), 0) :]
         if asked in after:  # earlier turns differ, as where the system's text is in the last turn if that is the user's
             return before, after.rpartition(asked)[2]
         opened = _OPENED.search(before)

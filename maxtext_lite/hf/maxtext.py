@@ -620,8 +620,10 @@ def _read_file(found: StatedKeys, name: str, depth: int = 0) -> None:
     entries = dict(stated)
     base = entries["base_config"].text if "base_config" in entries else ""
     if base:  # relative to its own directory or one above, or in MaxText's `configs` there
-        folders = [place for folder in path.absolute().parents for place in (folder, folder / "configs")]
-        above = next((folder / base for folder in folders if (folder / base).is_file()), path.parent / base)
+        places: list[Path] = []
+        for folder in path.absolute().parents:
+            places += [folder / base, folder / "configs" / base]
+        above = next(filter(Path.is_file, places), path.parent / base)
         _read_file(found, str(above), depth + 1)
     origin: Origin = "base" if depth else "file"
     if not base and (depth or path.name == "base.yml"):

@@ -302,16 +302,19 @@ def entries_of(table: Table, shapes: Shapes, model: ModelShape, where: str) -> l
     named: set[str] = set()
     for stack, (_, weights) in stacks_of(model).items():
         for line in table.layer if stack else table.root:
-            paths = tuple(f"{stack}/{path}" if stack else path for path in line.ours)
+            below = f"{stack}/" if stack else ""
+            paths = tuple(below + path for path in line.ours)
             if not (weights.keys() >= {*line.ours} and shapes.keys() >= {*paths}):
                 continue
             held = [weights[path] for path in line.ours]
             name = line.laid(held, model.sizes)
             if name is None:
                 continue
-            layer_dims = shapes[paths[0]][: len(shapes[paths[0]]) - len(held[0].sizes)]
+            shape = shapes[paths[0]]
+            layer_dims = shape[: len(shape) - len(held[0].sizes)]
+            layers = model.stacks[stack] if stack else (0,)
             experts = held[0].sizes[0] if name.per_expert else 1
-            entries.append(Entry(name, paths, layer_dims, model.stacks[stack] if stack else (0,), experts))
+            entries.append(Entry(name, paths, layer_dims, layers, experts))
             named.update(paths)
             for path, weight in zip(paths, held, strict=True):
                 there = (*layer_dims, *weight.sizes)

@@ -20,7 +20,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.weights import num_inputs, per_tensor_axes, stacks_of
+from maxtext_lite.config.weights import ModelShape, num_inputs, per_tensor_axes, stacks_of
 from maxtext_lite.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.hf.config_json import family_of, model_keys
 from maxtext_lite.hf.fields import Keys
@@ -54,7 +54,7 @@ def export_adapters(
     model = model_of(keys)
     leaves = flat(adapters)
     adapted = {path.rpartition("/")[0] for path in leaves}
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if adapted & set(entry.paths)]
+    entries = _entries_with(adapted, kind, shapes, model)
     of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
     if of_experts:
         raise UserError(
@@ -89,6 +89,12 @@ def export_adapters(
     (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
+def _entries_with(paths: set[str], kind: str, shapes: Shapes, model: ModelShape) -> list[Entry]:
+    """The lines of a family's table with one of these parameters."""
+    entries = entries_of(TABLES[kind], shapes, model, kind)
+    return [entry for entry in entries if paths & set(entry.paths)]
+
+
 def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
 
@@ -112,7 +118,8 @@ def _tensors(entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], 
     for name, layer, _ in entry.tensor_names():
 
         def make_a(layer: int = layer) -> np.ndarray:
-            return np.concatenate([np.moveaxis(a[layer], -1, 0).reshape(rank, num_in) for a in of_a])
+            rows = [np.moveaxis(a[layer], -1, 0) for a in of_a]
+            return np.concatenate([each.reshape(rank, num_in) for each in rows])
 
         def make_b(layer: int = layer) -> np.ndarray:
             columns = [_columns(entry.name, part, b[layer]) for part, b in zip(present, of_b, strict=True)]
@@ -169,7 +176,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Shapes) -> Params:
         for path, weight in weights.items():
             if stack and _weight(path) in adapter.targets.split(","):
                 inputs[f"{stack}/{path}"] = num_inputs(per_tensor_axes(weight.axes))
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
+    entries = _entries_with(set(inputs), kind, shapes, model)
     _check_modules(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
     stored = stored_in(adapter.directory / WEIGHTS)
     found: Leaves = {}

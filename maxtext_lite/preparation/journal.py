@@ -77,8 +77,8 @@ class Journal:
         self.directory = user_path(config.output)
         if is_bucket(config.output):
             self._remote = BucketDirectory("output", config.output.rstrip("/"))
-            known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]
-            self.directory = cache_directory("prepare") / known_by
+            known_by = json.dumps([self._remote.url, self._plan]).encode()
+            self.directory = cache_directory("prepare") / hashlib.sha256(known_by).hexdigest()[:32]
         self.tasks = tasks
         self._encoder = encoder
         self._journal = self.directory / _JOURNAL
