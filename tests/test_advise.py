@@ -83,3 +83,10 @@ def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, print
         plan = make_plan(load_config(None, [*words, *settings]), num_devices=8)
         assert 2e9 / 256 <= plan.total_examples < 2e9 / 256 + plan.global_batch_to_train
         assert bool(plan.rampup) == (settings in ramp)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+def test_an_optimizer_without_a_law_for_its_ramp_is_told_why(optimizer, printed):
+    out = printed("--tokens", "1e9", "--devices", "8", f"optimizer={optimizer}")
+    assert "ramp          none: " in out
+    assert "batch_schedule" not in out

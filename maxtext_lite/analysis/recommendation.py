@@ -1,7 +1,6 @@
 """What published laws recommend for a config on a machine: intervals, and the legal batches near them."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -316,9 +315,11 @@ def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str,
 
 def _schedule_of(config: Config, ramp: Ramp, legal: LegalBatch, run_tokens: float, machine: Machine) -> tuple[str, ...]:
     """The settings of a schedule up to a legal batch, each batch from the middle of its interval on; () for none."""
+    if ramp.refusal:
+        return ()
     stages: list[tuple[int, int]] = []
     micro = legal.examples // legal.gradient_accumulation_steps
-    for batch, start in itertools.zip_longest(ramp.batches, [0.0, *(start.middle for start in ramp.starts)]):
+    for batch, start in zip(ramp.batches, [0.0, *(start.middle for start in ramp.starts)], strict=True):
         examples = _filling(round(legal.examples * batch / legal.tokens), micro)
         is_larger = not stages or examples > stages[-1][1]
         if start < run_tokens and examples >= 1 and is_larger:
