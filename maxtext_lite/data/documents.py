@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.registry import load
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     PLAIN_SUFFIXES,
-    ROWS_SUFFIXES,
+    Entry,
     check_unicode,
     is_kind,
-    json_object,
-    read_lines,
+    object_of,
+    read_entries,
     read_text,
 )
 
 Document = TypeVar("Document", bound=Sized)
-Entry = bytes | Callable[[], dict[str, Any]]
-"""A line of JSON, or a function that reads a row's values by column."""
 
 
 def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> Iterator[str]:
@@ -34,7 +31,7 @@ def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> I
         if is_kind(name, PLAIN_SUFFIXES):
             yield read_document(name, file, encoder)
             continue
-        for where, entry in read_entries(name, file, "text"):
+        for where, entry in read_entries(name, file, required="text", optional=()):
             yield text_of(where, entry, "text", encoder)
 
 
@@ -43,40 +40,6 @@ def read_document(name: str, file: Path, encoder: TextEncoder) -> str:
     text = read_text(name, file)
     encoder.check(name, text)
     return text
-
-
-def read_entries(
-    name: str,
-    file: Path,
-    field: str,
-    *,
-    optional: Sequence[str] = (),
-    groups: range | None = None,
-) -> Iterator[tuple[str, Entry]]:
-    """The lines of a file that are not blank, or its rows, each after its place.
-
-    Args:
-      field: of a row, which must be there; `optional`: further ones that are read.
-      groups: row groups of Parquet; None: all.
-    """
-    if is_kind(name, ROWS_SUFFIXES):
-        rows = load("rows", "columns")(name, str(file), required=field, optional=optional, groups=groups)
-        for number, row in enumerate(rows, start=1):
-            yield f"{name}: row {number}", row
-        return
-    for number, line in enumerate(read_lines(name, file), start=1):
-        if line.strip():
-            yield f"{name}:{number}", line
-
-
-def object_of(where: str, entry: Entry, wanted: str) -> dict[str, Any]:
-    """The values of a line or row by name. Raises UserError as `json_object`."""
-    if isinstance(entry, bytes):
-        return json_object(where, entry, wanted=wanted)
-    try:
-        return entry()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text ({error.reason}).") from None
 
 
 def text_of(where: str, entry: Entry, field: str, encoder: TextEncoder) -> str:

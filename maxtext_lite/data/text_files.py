@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
@@ -245,33 +245,56 @@ def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
         raise EOFError("it is cut short")
 
 
-def json_lines(
+Entry = bytes | Callable[[], dict[str, Any]]
+"""A line of JSON, or a function that reads a row's values by column."""
+
+
+def read_entries(
     name: str,
     file: pathlib.Path,
     *,
-    wanted: str,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON object on each nonblank line of a file, after its place, "file:line"; or each row by its columns.
+    required: str = "",
+    optional: Sequence[str] | None = None,
+    groups: range | None = None,
+) -> Iterator[tuple[str, Entry]]:
+    """The lines of a file that are not blank, each after its place, "file:line"; or its rows.
+
+    Args:
+      required: a column that rows must have, "" for none; `optional`: further ones that are read, None for all.
+      groups: row groups of Parquet; None: all.
+    Raises:
+      UserError: the file cannot be read.
+    """
+    if is_kind(name, ROWS_SUFFIXES):
+        rows = load("rows", "columns")(name, str(file), required=required, optional=optional, groups=groups)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}: row {number}", row
+        return
+    for number, line in enumerate(read_lines(name, file), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
+
+
+def object_of(where: str, entry: Entry, wanted: str) -> dict[str, Any]:
+    """The values of a line or row by name.
 
     Args:
       wanted: what an object should contain, for messages.
     Raises:
-      UserError: the file cannot be read, or a line is not a JSON object in UTF-8.
+      UserError: the line is not a JSON object in UTF-8, or a value of the row cannot be read.
     """
-    if is_kind(name, ROWS_SUFFIXES):
-        for number, row in enumerate(load("rows", "columns")(name, str(file)), start=1):
-            where = f"{name}: row {number}"
-            try:
-                values = row()
-            except (ValueError, OverflowError) as error:
-                raise UserError(f"{where} has a value that cannot be read ({error}).") from error
-            yield where, values
-        return
-    for line_number, line in enumerate(read_lines(name, file), start=1):
-        if not line.strip():
-            continue
-        where = f"{name}:{line_number}"
-        yield where, json_object(where, line, wanted=wanted)
+    if isinstance(entry, bytes):
+        return json_object(where, entry, wanted=wanted)
+    try:
+        return entry()
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{where} has a value that cannot be read ({error}).") from error
+
+
+def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The values of each line or row of a file by name, after its place; arguments and errors as of `object_of`."""
+    for where, entry in read_entries(name, file):
+        yield where, object_of(where, entry, wanted)
 
 
 def json_object(

@@ -8,9 +8,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.documents import Entry, object_of, read_document, read_entries, text_of
+from maxtext_lite.data.documents import read_document, text_of
 from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
-from maxtext_lite.data.text_files import BYTE_ORDER_MARK, PLAIN_SUFFIXES, is_kind
+from maxtext_lite.data.text_files import (
+    BYTE_ORDER_MARK,
+    PLAIN_SUFFIXES,
+    Entry,
+    is_kind,
+    object_of,
+    read_entries,
+)
 
 DIVIDED = (".jsonl", ".ndjson")
 """Suffixes of files whose lines may be divided among pieces."""
@@ -96,7 +103,9 @@ class DocumentReader:
         optional = self._conversations.optional if self._conversations else ()
         groups = range(piece.start, piece.stop) if is_part else None
         since = f" from row group {piece.start}" if piece.start else ""
-        for where, entry in read_entries(piece.name, Path(piece.path), self._field, optional=optional, groups=groups):
+        file = Path(piece.path)
+        entries = read_entries(piece.name, file, required=self._field, optional=optional, groups=groups)
+        for where, entry in entries:
             yield f"{where}{since}", entry
 
     def _document(self, where: str, entry: Entry) -> str:
