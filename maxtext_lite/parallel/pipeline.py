@@ -93,35 +93,50 @@ class Pipeline:
         params_RP = self._by_stage(params)
         sums_RP = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), params_RP)
 
+        def weight_of(w: Array, total: Array) -> Array:
+            return _summed_as(total, w) if _is_float(w) else w
+
         def run_stage(params_R: Tree, sums_R: Tree, repeat: Array, piece: Tree) -> Tree:
             stack = self._stack_of(params_R, repeat)
             sums = self._stack_of(sums_R, repeat)
-            stack = jax.tree.map(lambda w, total: _summed_as(total, w) if _is_float(w) else w, stack, sums)
-            return stage(stack, piece)
+            return stage(jax.tree.map(weight_of, stack, sums), piece)
 
         run_stages = over_stages(run_stage, in_axes=(1, 1, 0, 0))
 
         def take(pieces_PM: Tree, time: Array) -> tuple[Tree, Tree]:
             """The pieces that are left, and the one that enters at a tick, if one does."""
             enters = time < num_pieces * self.num_repeats
-            pairs = jax.tree.map(lambda x: _take(x, time % num_pieces, enters), pieces_PM)
-            return jax.tree.transpose(jax.tree.structure(pieces_PM), jax.tree.structure((0, 0)), pairs)
+            arrays, tree = jax.tree.flatten(pieces_PM)
+            pairs = [_take(x, time % num_pieces, enters) for x in arrays]
+            left, entering = zip(*pairs, strict=True)
+            return tree.unflatten(left), tree.unflatten(entering)
+
+        def first_stage(x: Array, otherwise: Array | int) -> Array:
+            return jnp.where(_is_stage(x, 0), x, otherwise)
 
         def tick(carry: Tree, time: Array) -> tuple[Tree, None]:
             pieces_PM, inputs_P = carry
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
-            outputs_P = self._lay_out(run_stages(params_RP, sums_RP, repeat_P, inputs_P), axes)
-            outputs_P = self._lay_out(jax.tree.map(_to_next_stage, outputs_P), axes)
+            outputs_P = run_stages(params_RP, sums_RP, repeat_P, inputs_P)
+            outputs_P = self._lay_out(outputs_P, axes)
+            outputs_P = jax.tree.map(_to_next_stage, outputs_P)
+            outputs_P = self._lay_out(outputs_P, axes)
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
-            kept = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
-            pieces_PM, next_P = take(self._lay_out(kept, axes, None), time + 1)
-            inputs_P = jax.tree.map(lambda x, out: jnp.where(_is_stage(x, 0), x, out), next_P, outputs_P)
-            return (pieces_PM, self._lay_out(inputs_P, axes)), None
+            pieces_PM = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
+            pieces_PM = self._lay_out(pieces_PM, axes, None)
+            pieces_PM, next_P = take(pieces_PM, time + 1)
+            inputs_P = jax.tree.map(first_stage, next_P, outputs_P)
+            inputs_P = self._lay_out(inputs_P, axes)
+            return (pieces_PM, inputs_P), None
 
-        pieces_M = jax.tree.map(self._pieces, rows, axes)
-        pieces_PM = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_stages, *x.shape)), pieces_M)
-        pieces_PM, first_P = take(self._lay_out(pieces_PM, axes, None), jnp.int32(0))
-        first_P = jax.tree.map(lambda x: jnp.where(_is_stage(x, 0), x, 0), first_P)
+        def on_all_stages(x: Array, names: tuple[str, ...]) -> Array:
+            x_M = self._pieces(x, names)
+            return jnp.broadcast_to(x_M, (num_stages, *x_M.shape))
+
+        pieces_PM = jax.tree.map(on_all_stages, rows, axes)
+        pieces_PM = self._lay_out(pieces_PM, axes, None)
+        pieces_PM, first_P = take(pieces_PM, jnp.int32(0))
+        first_P = jax.tree.map(lambda x: first_stage(x, 0), first_P)
         carry = pieces_PM, self._lay_out(first_P, axes)
         (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
         return jax.tree.map(self._joined, pieces_PM, axes)
@@ -185,14 +200,20 @@ class Pipeline:
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
 
             def run_floats(stack: Tree, floats: list[Array]) -> list[Array]:
-                return _floats(stage(stack, frozen, _with_floats(rows, floats)))
+                outputs = stage(stack, frozen, _with_floats(rows, floats))
+                return _floats(outputs)
 
-            return jax.vjp(run_floats, stack, _floats(rows))[1](cotangents)
+            _, backward = jax.vjp(run_floats, stack, _floats(rows))
+            return backward(cotangents)
 
-        inputs_P = self._lay_out(jax.tree.map(enter, entering, flight.inputs), axes)
-        saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
-        outputs_P = self._lay_out(over_stages(stage)(stacks_P, frozen_P, inputs_P), axes)
-        left_cotangents, result = leave(jax.tree.map(lambda x: _at_stage(x, num_stages - 1), outputs_P))
+        inputs_P = jax.tree.map(enter, entering, flight.inputs)
+        inputs_P = self._lay_out(inputs_P, axes)
+        saved_P = jax.tree.map(save, flight.saved, inputs_P)
+        saved_P = self._lay_out(saved_P, axes, None)
+        outputs_P = over_stages(stage)(stacks_P, frozen_P, inputs_P)
+        outputs_P = self._lay_out(outputs_P, axes)
+        left = jax.tree.map(lambda x: _at_stage(x, num_stages - 1), outputs_P)
+        left_cotangents, result = leave(left)
         arrays, tree = jax.tree.flatten(outputs_P)
         float_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_float(x)]
         cotangents_P = [
@@ -205,8 +226,10 @@ class Pipeline:
         cotangents_P = self._lay_out(cotangents_P, float_axes)
         gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
         entered_cotangents = [_at_stage(x, 0) for x in cotangents_P]
-        onwards = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
-        backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], float_axes)
+        onwards = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P)
+        onwards = self._lay_out(onwards, axes)
+        backwards = [jnp.roll(x, -1, axis=0) for x in cotangents_P]
+        backwards = self._lay_out(backwards, float_axes)
         return Flight(onwards, saved_P, backwards), gradients, entered_cotangents, result
 
     def _by_stage(self, params: Tree) -> Tree:
@@ -231,13 +254,18 @@ class Pipeline:
         """[B, ...] as [M, B / M, ...], on every stage; a stage's devices have equally many rows of every piece."""
         pieces = self.num_microbatches
         x_sM = x.reshape(num_shards("batch"), pieces, -1, *x.shape[1:])
-        return constrain(x_sM.swapaxes(0, 1).reshape(pieces, -1, *x.shape[1:]), (None, *axes))
+        x_Ms = x_sM.swapaxes(0, 1)
+        x_M = x_Ms.reshape(pieces, -1, *x.shape[1:])
+        return constrain(x_M, (None, *axes))
 
     def _joined(self, x_PM: Array, axes: tuple[str, ...]) -> Array:
         """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows divided among the stages."""
         x_M = constrain(_at_stage(x_PM, 0), ("stages", *axes))
-        x_sM = x_M.reshape(len(x_M), num_shards("batch"), -1, *x_M.shape[2:]).swapaxes(0, 1)
-        return constrain(x_sM.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+        rest = x_M.shape[2:]
+        x_Ms = x_M.reshape(len(x_M), num_shards("batch"), -1, *rest)
+        x_sM = x_Ms.swapaxes(0, 1)
+        x = x_sM.reshape(-1, *rest)
+        return constrain(x, ("end_batch", *axes[1:]))
 
 
 @jax.custom_vjp
