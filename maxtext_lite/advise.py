@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite advise", description=__doc__)
     config_arguments(parser)
-    tokens = "training tokens of the whole run, such as 100e9 (default: with --from, the run's)"
-    parser.add_argument("--tokens", type=_COUNT, help=tokens)
-    run = "a run directory: its config, and a schedule from its branches or its noise scale"
-    parser.add_argument("--from", dest="run", type=local_path, metavar="RUN_DIR", help=run)
+    tokens_help = "training tokens of the whole run, such as 100e9 (default: with --from, the run's)"
+    parser.add_argument("--tokens", type=_COUNT, help=tokens_help)
+    run_help = "a run directory: its config, and a schedule from its branches or its noise scale"
+    parser.add_argument("--from", dest="run", type=local_path, metavar="RUN_DIR", help=run_help)
     parser.add_argument("--parameters", type=_COUNT, help="model size, such as 8e9 (default: the config's)")
     parser.add_argument("--loss", type=bounded(real_number, 0.01, 100), help="target loss of the run, for Kaplan's law")
     machine_arguments(parser, "memory and time")

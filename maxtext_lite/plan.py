@@ -77,10 +77,11 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
     platform = arguments.platform or (device.platform if device else "gpu")
     kept: list[str] = []
-    if before is not None:
+    run: Path | None = arguments.run
+    if run is not None:
         from maxtext_lite.analysis.elsewhere import kept_settings
 
-        kept = kept_settings(arguments.run, asked, arguments.devices)
+        kept = kept_settings(run, asked, arguments.devices)
     config, plan = load_plan(
         arguments.config,
         [*arguments.overrides, *kept],

@@ -142,7 +142,8 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
     """The number of documents of each length."""
     counts = Counter[int]()
     for about in _sources(plan):
-        counts.update(dict(enumerate(about.get("lengths", ()))))
+        lengths: Sequence[int] = about.get("lengths", ())
+        counts.update(dict(enumerate(lengths)))
     rows: dict[str, list[Cell]] = {}
     for power, count in counts.items():
         rows[f"{2**power:,} to {2 ** (power + 1) - 1:,}"] = [f"{count:,}", count / max(counts.values())]

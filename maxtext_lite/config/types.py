@@ -158,13 +158,13 @@ def _batch_schedule(value: object) -> object:
         raise WrongType("is not a list of stages [threshold, examples], as [[0, 64], [15100, 128]].", [[[0, 64]]])
     stages: list[tuple[int, int]] = []
     for entry in cast("list[object]", value):
-        pair = list(cast("list[object]", entry)) if isinstance(entry, list | tuple) else []
-        if len(pair) != 2:
-            raise WrongType(f"has {value_text(entry, 40)}, which is not a stage [threshold, examples].", [[[0, 64]]])
+        pair = cast("Sequence[object]", entry)
+        if not isinstance(entry, list | tuple) or len(pair) != 2:
+            raise WrongType(f"has {value_text(pair, 40)}, which is not a stage [threshold, examples].", [[[0, 64]]])
         try:
             threshold, examples = map(_amount, pair)
         except WrongType as wrong:
-            raise WrongType(f"has a stage {value_text(entry, 40)} with a number that {wrong}", [[[0, 64]]]) from None
+            raise WrongType(f"has a stage {value_text(pair, 40)} with a number that {wrong}", [[[0, 64]]]) from None
         if not 1 <= examples <= _LARGEST_COUNT:
             raise WrongType(f"has a stage of {examples} examples: 1 to {_LARGEST_COUNT} are legal.", [[[0, 1]]])
         stages.append((threshold, examples))

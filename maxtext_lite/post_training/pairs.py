@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -55,14 +55,16 @@ class Chunk:
     def joined(chunks: Sequence["Chunk"]) -> "Chunk":
         """The pairs of all chunks, of which there is at least one, in order."""
         parts = zip(*(chunk.sampled for chunk in chunks), strict=True)
-        sampled = Sampled(*([x for part in field for x in part] for field in parts))
+        fields: list[Any] = [[x for part in field for x in part] for field in parts]
+        sampled = Sampled(*fields)
         scores = Scores.joined([chunk.scores for chunk in chunks])
         advantages = np.concatenate([chunk.advantages for chunk in chunks])
         return Chunk(sampled, scores, advantages, chunks[0].num_generations)
 
     def part(self, pairs: slice) -> "Chunk":
         """Some of the pairs; those of the first also have the messages and the number of errors."""
-        sampled = Sampled(*(x[pairs] for x in self.sampled))
+        fields: list[Any] = [field[pairs] for field in self.sampled]
+        sampled = Sampled(*fields)
         return Chunk(sampled, self.scores.part(pairs), self.advantages[pairs], self.num_generations)
 
     def groups(self) -> list["Chunk"]:

@@ -218,7 +218,7 @@ class TrainingRun:
             if part is not None and part.error is not None:
                 raise part.error
 
-    def restore_unfinished(self, abstract: Rows) -> Rows:
+    def restore_unfinished(self, abstract: Any) -> Rows:
         """The batch during which the restored checkpoint was saved; see `CheckpointReader.restore_unfinished`."""
         assert self._saved is not None, "a run that resumes has checkpoints"
         return self._saved.restore_unfinished(abstract)

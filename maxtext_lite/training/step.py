@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def apply_gradients(
 
 def _update_replica(
     parts: StepContext,
-    rate_at: Callable[[Array, Progress], Array],
+    rate_at: Callable[[Any, Progress], Array],
     params: Params,
     opt_state: optax.MultiStepsState,
     progress: Progress,
