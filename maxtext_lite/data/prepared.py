@@ -204,21 +204,12 @@ class RecordStream:
         pieces: list[np.ndarray] = []
         while start < stop:
             shard = bisect.bisect_right(self._starts, start) - 1
-            record, first = divmod(start - self._starts[shard], self.manifest.tokens_per_record)
-            pieces.append(self._record(shard, record)[first : first + stop - start])
+            size = self.manifest.tokens_per_record
+            number, first = divmod(start - self._starts[shard], size)
+            record = _record(self.directory, self.manifest.shards[shard], number, size, self.dtype)
+            pieces.append(record[first : first + stop - start])
             start += len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.manifest.dtype), *pieces])
-
-    @functools.cached_property
-    def _shards(self) -> list[tuple[Path, str, int]]:
-        """Of each shard the file, the hash of its content, and its records: what tells it from those of all streams."""
-        shards = self.manifest.shards
-        return [(self.directory / each.file, each.sha256, num_records(each, self.manifest)) for each in shards]
-
-    def _record(self, shard: int, record: int) -> np.ndarray:
-        size = self.manifest.tokens_per_record
-        due = min(size, self.manifest.shards[shard].tokens - record * size)
-        return _record(*self._shards[shard], record, due, self.dtype)
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -226,32 +217,27 @@ class RecordStream:
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
+# The hashes in a shard tell it from another of its name, so that a file that is replaced is opened again.
 @functools.lru_cache(maxsize=_MOST_RECORDS)
-def _record(
-    file: Path,
-    sha256: str,
-    records: int,
-    record: int,
-    due: int,
-    dtype: np.dtype[Any],
-) -> np.ndarray:
-    """A record of `due` token ids, of a file with this many records."""
+def _record(directory: Path, shard: Shard, number: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """A record of a shard whose records have `size` token ids, except the last."""
+    file = directory / shard.file
+    due = min(size, shard.tokens - number * size)
     try:
-        (content,) = _reader(file, sha256, records).read(record, record + 1)
+        (content,) = _reader(directory, shard, size).read(number, number + 1)
     except (RuntimeError, ValueError, IndexError, OSError) as error:
         reason = str(error).partition(";")[0]
-        raise UserError(f"{file}: record {record} is damaged ({reason}). {_AGAIN}") from None
+        raise UserError(f"{file}: record {number} is damaged ({reason}). {_AGAIN}") from None
     if len(content) != due * dtype.itemsize:
         raise UserError(
-            f"{file}: record {record} has {len(content)} bytes, not those of {due} token ids of {dtype.name}. {_AGAIN}"
+            f"{file}: record {number} has {len(content)} bytes, not those of {due} token ids of {dtype.name}. {_AGAIN}"
         )
     return np.frombuffer(content, dtype)
 
 
 @functools.lru_cache(maxsize=_MOST_OPEN_SHARDS)
-def _reader(file: Path, sha256: str, records: int) -> Any:
-    del sha256  # a file that is replaced is opened again
-    return open_shard(file, records)
+def _reader(directory: Path, shard: Shard, size: int) -> Any:
+    return open_shard(directory / shard.file, -(-shard.tokens // size))
 
 
 def num_records(shard: Shard, manifest: Manifest) -> int:
