@@ -42,7 +42,7 @@ def _modules_of_layers() -> dict[str, tuple[str, ...]]:
     modules: dict[str, tuple[str, ...]] = {}
     for table in TABLES.values():
         for line in table.layer:
-            module, is_weight, _ = line.theirs.partition("{layer}.")[2].partition(".weight")
+            module, is_weight, _ = line.tensor.partition("{layer}.")[2].partition(".weight")
             weights = tuple(path.rpartition("/")[2] for path in line.ours)
             if is_weight and weights[0] not in ("scale", "router", "shared_gate"):
                 modules[module] = weights

@@ -1,7 +1,7 @@
-"""Each parameter's name and layout in a family's checkpoints: the tables, and how their names are read.
+"""Each parameter's name and layout in a family's checkpoints: how the lines of families.yml are read.
 
 A parameter's dims are those of `config.weights`. In a checkpoint a matrix [*in, *out] is stored as torch's Linear has
-it, [out, in], a vector in one dim, a table unchanged. For any other layout a line has a pattern such as "D (N H)": the
+it, [out, in], a vector in one dim, a table unchanged. For any other layout a line has `dims` such as "D (N H)": the
 letters of the tensor's dims, in parentheses for those that are stored as one, with () for a dim of 1. Every line works
 in both directions, so what is imported can always be exported.
 """
@@ -46,8 +46,8 @@ class Name:
 
     Attributes:
       ours: the parameters in it, by their paths below a layer or the root of the parameters' tree.
-      theirs: its name, in which {layer} and {expert} are numbers.
-      pattern: its dims, if they are not the usual ones.
+      tensor: its name, in which {layer} and {expert} are numbers.
+      dims: its dims, if they are not the usual ones.
       parts: of several parameters, how much of the dim Z each has: a letter or a number.
       pairs: a dim of the parameter with O rotated dims, the first ones or, in latent attention, the last; the tensor
         has these as pairs where the parameter has halves.
@@ -57,8 +57,8 @@ class Name:
     """
 
     ours: tuple[str, ...]
-    theirs: str
-    pattern: str = ""
+    tensor: str
+    dims: str = ""
     parts: tuple[str, ...] = ()
     pairs: str = ""
     our_dims: tuple[str, ...] = ()
@@ -68,21 +68,21 @@ class Name:
     @property
     def per_expert(self) -> bool:
         """Whether each expert or head has a tensor of its own; the parameter then has a leading dim for them."""
-        return "{expert}" in self.theirs
+        return "{expert}" in self.tensor
 
     def laid(self, weights: Sequence[Weight], sizes: Mapping[str, int]) -> "Name | None":
         """The line with the dims of these parameters; None if it is about others."""
         first = weights[0]
         own = int(self.per_expert)
-        has_experts = "E" in self.pattern or (self.per_expert and first.is_normal)
+        has_experts = "E" in self.dims or (self.per_expert and first.is_normal)
         is_router_bias = first.dims == ("E",)  # one tensor for all experts in every layout
         if not is_router_bias and has_experts != (first.axes[0] == "experts"):
             return None
         dims = list(first.dims[own:])
         if self.parts and self.parts[0] in dims:
             dims[dims.index(self.parts[0])] = "Z"
-        if self.pattern:
-            groups = re.findall(r"\(([^)]*)\)|(\w)", self.pattern)
+        if self.dims:
+            groups = re.findall(r"\(([^)]*)\)|(\w)", self.dims)
             theirs = [(many or one).split() for many, one in groups]
         elif not first.is_normal:
             theirs = [dims]
@@ -245,7 +245,7 @@ class Entry:
 
     def tensor_name(self, layer: int, expert: int) -> str:
         """The name of the tensor of a layer and an expert."""
-        return self.name.theirs.format(layer=self.layers[layer], expert=expert)
+        return self.name.tensor.format(layer=self.layers[layer], expert=expert)
 
 
 def flat(params: Mapping[str, Any]) -> Leaves:

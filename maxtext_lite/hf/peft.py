@@ -55,7 +55,7 @@ def export_adapters(
     leaves = flat(adapters)
     adapted = {path.rpartition("/")[0] for path in leaves}
     entries = _entries_with(adapted, kind, shapes, model)
-    of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
+    of_experts = [entry.name.tensor for entry in entries if "E" in entry.name.dims or entry.name.per_expert]
     if of_experts:
         raise UserError(
             f"lora_targets={','.join(lora.targets)} of the run adapts experts, {', '.join(of_experts)}, which PEFT "
@@ -66,7 +66,7 @@ def export_adapters(
     for entry in entries:
         present = [part for part, path in enumerate(entry.paths) if path in adapted]
         if len(present) > 1:
-            ranks[_module(entry.name.theirs)] = len(present) * lora.rank
+            ranks[_module(entry.name.tensor)] = len(present) * lora.rank
         tensors += _tensors(entry, present, leaves, lora.rank)
     directory.mkdir(parents=True, exist_ok=True)
     names = {_weight(path) for path in adapted}
@@ -77,7 +77,7 @@ def export_adapters(
         "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": _whole(lora.alpha),
-        "target_modules": sorted({_module(entry.name.theirs) for entry in entries}),
+        "target_modules": sorted({_module(entry.name.tensor) for entry in entries}),
         # What is added is scaled by alpha / r, which a wider module keeps.
         "rank_pattern": ranks,
         "alpha_pattern": {module: _whole(rank * lora.scale) for module, rank in ranks.items()},

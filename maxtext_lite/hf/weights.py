@@ -131,7 +131,7 @@ def _rename(files: SafetensorsDir, fields: JsonObject, table: Table, where: str)
         files.rename({name: renamed for name, renamed in names.items() if renamed is not None})
         print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
     if not any(name.startswith(table.prefix) for name in files.tensors):
-        heads = [line.theirs for line in table.root if not line.theirs.startswith(table.prefix)]
+        heads = [line.tensor for line in table.root if not line.tensor.startswith(table.prefix)]
         files.rename({name: name if name in heads else table.prefix + name for name in files.tensors})
 
 
@@ -143,7 +143,7 @@ def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
     """The line of a tied model's table, with the output projection's name if only that tensor is stored."""
     stored_as_head = _HEAD in files.tensors and entry.tensor_name(0, 0) not in files.tensors
     if entry.paths == _TABLE and stored_as_head:
-        return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
+        return dataclasses.replace(entry, name=dataclasses.replace(entry.name, tensor=_HEAD))
     return entry
 
 
