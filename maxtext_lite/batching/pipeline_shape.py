@@ -8,7 +8,7 @@ from maxtext_lite.config import Config
 
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Orders of the work of a train step on a pipeline, described in `parallel.Pipeline`."""
+"""Orders of the work of a train step on a pipeline, described in `parallel.pipeline`."""
 
 
 def num_repeats(config: Config, num_stages: int) -> int:
