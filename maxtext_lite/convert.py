@@ -10,10 +10,8 @@ from maxtext_lite.config.hints import key_hint
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
 
 _MERGE = "merge_lora"
-TAKEN = (
-    *(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype", _MERGE
-)  # fmt: skip
-"""The keys of `convert`: the mesh for the parameters, number formats, and `merge_lora`."""
+TAKEN = (*(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype")
+"""The keys of `convert`: the mesh for the parameters, and number formats."""
 OF_MAXTEXT = ("tokenizer_type", "tokenizer_path", *ModelConfig.model_fields)
 """Further keys for the import of a MaxText checkpoint, which does not state them itself."""
 
@@ -25,32 +23,31 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments, the directory or the model.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    taken = TAKEN if arguments.direction == "export" else (*TAKEN, *OF_MAXTEXT)
+    direction, source, out = arguments.direction, arguments.source, arguments.out
+    taken = (*TAKEN, _MERGE) if direction == "export" else (*TAKEN, *OF_MAXTEXT)
     keys: dict[str, str] = {}
     for word in arguments.overrides:
         key, equals, value = word.partition("=")
         if not equals or key not in taken:
-            raise UserError(f"'{word}' is not key=value with a key that convert takes.{key_hint(key, taken)}")
+            hint = key_hint(key, taken)
+            raise UserError(f"'{word}' is not key=value with a key that convert {direction} takes.{hint}")
         keys[key] = value
-    source, out = arguments.source, arguments.out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty directory. Name another one.")
     merge = keys.pop(_MERGE, None)
     if merge not in (None, "true", "false"):
         near = f"Nearest that work: {_MERGE}=true or {_MERGE}=false."
         raise UserError(f"{_MERGE}={merge} is neither true nor false. {near}")
-    if arguments.direction == "import" and original(source, "HF_DIR") != source:
-        raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
-    if arguments.direction == "import" and merge is not None:
-        raise UserError(f"{_MERGE}={merge} has no effect in an import. Remove it.")
-    if arguments.direction == "import":
+    if direction == "import":
+        if original(source, "HF_DIR") != source:
+            raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
         refuse_patterns(str(out.absolute()), "OUT", "checkpoints")
     overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 
     from maxtext_lite.hf.conversion import export_directory, import_directory
 
-    if arguments.direction == "import":
+    if direction == "import":
         report = import_directory(source, out, overrides)
     else:
         report = export_directory(source, out, overrides, merge_lora=None if merge is None else merge == "true")
@@ -67,7 +64,7 @@ def _parser() -> ArgumentParser:
         "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
         "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
     )
-    parser.keys = lambda: (*TAKEN, *OF_MAXTEXT)
+    parser.keys = lambda: (*TAKEN, _MERGE, *OF_MAXTEXT)
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
         "source",
