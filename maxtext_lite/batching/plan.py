@@ -228,6 +228,11 @@ class BatchPlan(Batch):
         """The largest accumulation of all stages."""
         return max(stage.gradient_accumulation_steps for stage in self.stages)
 
+    def array_micro_batches(self, slots: int) -> int:
+        """Micro-batches in the arrays of the stages whose micro-batches have so many slots: the most of any of them."""
+        sizes = [stage for stage in self.stages if self.slots_for(stage.micro_batch_to_train) == slots]
+        return max(stage.gradient_accumulation_steps for stage in sizes)
+
     @property
     def ramps_accumulation(self) -> bool:
         """Whether the number of micro-batches changes during the run."""

@@ -346,7 +346,7 @@ def training_batches(
       excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
       An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
-      stage; A the largest of all stages, whose later micro-batches are empty.
+      stage; A the largest of the stages with this B, whose later micro-batches are empty.
     """
     parts: list[tuple[HostReads, RowLayout]] = []
     host = jax.process_index()
@@ -358,8 +358,9 @@ def training_batches(
         steps = min(steps, num_steps)
         while steps > 1 and plan.length.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
             steps -= 1  # a short last batch is a part of its own
+        slots = plan.slots_for(stage.micro_batch_to_train)
         layout = row_layout(
-            (plan.most_micro_batches, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
+            (plan.array_micro_batches(slots), slots, source.num_tokens),
             sharding,
             filled_slots=stage.micro_batch_to_train,
             loading_hosts=plan.loading_hosts,

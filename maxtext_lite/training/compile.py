@@ -249,7 +249,7 @@ class Executables:
 
     def _compile(self, slots: int) -> Built:
         num_tokens, fields = self._example
-        sizes = (self._plan.most_micro_batches, slots, num_tokens)
+        sizes = (self._plan.array_micro_batches(slots), slots, num_tokens)
         where = sharding(self._mesh, TRAIN_BATCH_AXES)
         batch = {name: jax.ShapeDtypeStruct(sizes, field_dtype(name), sharding=where) for name in fields}
         number = None
