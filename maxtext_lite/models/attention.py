@@ -155,7 +155,10 @@ class BackwardQueries(NamedTuple):
         K = log_partition_BKGT1.shape[1]
         q_BTKGH = grouped(q_BTNH, K)
         g_BTKGW = grouped(g_BTNW, K)
-        product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
+        product_BTKG = jnp.sum(
+            g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32),
+            axis=-1,
+        )
         return cls(
             q_BTKGH.transpose(0, 2, 3, 1, 4),
             q_BTKGH.transpose(0, 2, 4, 3, 1),
@@ -260,7 +263,10 @@ def sink_gradient(sink_N: Array | None, log_partition_BKGT1: Array, context_BTNW
 
 
 def attend_backward(
-    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: Array, scoring: Scoring = PLAIN
+    queries: BackwardQueries,
+    keys: BackwardKeys,
+    seen_B11TS: Array,
+    scoring: Scoring = PLAIN,
 ) -> tuple[Array, Array, Array]:
     """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
     dtype = queries.q_BKGTH.dtype
@@ -407,7 +413,12 @@ class Layout:
                 found.append(Tiles(query, query - distance, distance, strips))
         if far_queries:
             found.append(
-                Tiles(np.concatenate(far_queries), np.concatenate(far_keys), None, [Strip(0, self.tile, 0, self.tile)])
+                Tiles(
+                    np.concatenate(far_queries),
+                    np.concatenate(far_keys),
+                    None,
+                    [Strip(0, self.tile, 0, self.tile)],
+                )
             )
         if self.num_runs > 1:
             found.append(self._tiles_between(np.array([1]), np.array([0]), own_shard()))
@@ -455,7 +466,12 @@ class Layout:
 
         def visit(query: Any, key: Any) -> Tree:
             strips = [
-                find(strip, query + strip.query, key + strip.key, tiles.distance + strip.query - strip.key)
+                find(
+                    strip,
+                    query + strip.query,
+                    key + strip.key,
+                    tiles.distance + strip.query - strip.key,
+                )
                 for strip in tiles.strips
             ]
             return jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *strips)
@@ -463,7 +479,10 @@ class Layout:
         if len(tiles.query) == 1:
             return visit(int(tiles.query[0]), int(tiles.key[0]))
         _, of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (tiles.query, tiles.key))
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), of_tiles)
+        return jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]),
+            of_tiles,
+        )
 
     def fold(
         self,
@@ -629,7 +648,11 @@ def _forward(arguments: tuple[Array, ...], sink_N: Array | None, passes: Passes)
 def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: Array) -> tuple[Tree, Array | None]:
     arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
     local = functools.partial(passes.backward, *passes.options)
-    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
+    run = over_shards(
+        local,
+        (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS),
+        [_HEADS, _HEADS, _HEADS],
+    )
     gradients = run(*arguments, context_BTNW, log_partition_BKGT1, g_BTNW)
     return (*gradients, None), sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
 
@@ -656,7 +679,12 @@ def _shard_forward(
         seen_keys = keys.part(key, strip.num_keys)
         strip_segment_BT = part(segment_BT, query, strip.num_queries, axis=1)
         seen_B11TS = may_see(strip_segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
-        return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
+        return attend(
+            part(q_BKGTH, query, strip.num_queries, axis=3),
+            seen_keys,
+            seen_B11TS,
+            scoring,
+        )
 
     def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
         context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
@@ -704,7 +732,13 @@ def _shard_backward(
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
             strip_queries = queries.part(query, strip.num_queries)
             seen_keys = keys.part(key, strip.num_keys)
-            seen_B11TS = may_see(strip_queries.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+            seen_B11TS = may_see(
+                strip_queries.segment_BT,
+                seen_keys.segment_BS,
+                distance,
+                0,
+                scoring.window,
+            )
             return attend_backward(strip_queries, seen_keys, seen_B11TS, scoring)
 
         def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
@@ -723,7 +757,10 @@ def _shard_backward(
         return dq_BKGTH, tuple(sums)
 
     keys = BackwardKeys.of(*own)
-    zeros = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKWS.shape, jnp.float32)
+    zeros = (
+        jnp.zeros(keys.k_BKHS.shape, jnp.float32),
+        jnp.zeros(keys.v_BKWS.shape, jnp.float32),
+    )
     dq_BKGTH = jnp.zeros(queries.q_BKGTH.shape, jnp.float32)
     dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
     if context_shards() > 1:
@@ -735,4 +772,8 @@ def _shard_backward(
 
 
 def _padded_keys(layout: Layout, k_BSKH: Array, v_BSKW: Array, segment_BS: Array) -> tuple[Array, ...]:
-    return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)
+    return (
+        layout.pad(k_BSKH, axis=1),
+        layout.pad(v_BSKW, axis=1),
+        layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT),
+    )

@@ -113,7 +113,10 @@ class CachedAttend:
         q_BKTGH = q_BTNH.reshape(B, T, key_BKSH.shape[1], -1, H).swapaxes(1, 2)
         # The keys are the first factor: as the second, some compilers would transpose all of them.
         product_BKSTG = jax.lax.dot_general(
-            key_BKSH, q_BKTGH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+            key_BKSH,
+            q_BKTGH,
+            (((3,), (4,)), ((0, 1), (0, 1))),
+            preferred_element_type=jnp.float32,
         )
         product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
         score_BKGTS = self.scoring.score(product_BKGTS, H)

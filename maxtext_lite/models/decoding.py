@@ -26,7 +26,12 @@ def new_cache(decoder: Decoder, num_sequences: int, num_positions: int) -> KVCac
         key_dim = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
         value_dim = None
     layers_of = shape.layers_of
-    sizes = (len(layers_of.get("attention", ())), num_sequences, num_heads, num_positions)
+    sizes = (
+        len(layers_of.get("attention", ())),
+        num_sequences,
+        num_heads,
+        num_positions,
+    )
     cache = KVCache.empty(sizes, key_dim, value_dim, shape.dtype)
     states = {kind: first_states(shape, kind, len(layers_of[kind]), num_sequences) for kind in _kinds_with_state(shape)}
     return cache._replace(states=states)
@@ -35,7 +40,13 @@ def new_cache(decoder: Decoder, num_sequences: int, num_positions: int) -> KVCac
 def cache_axes(decoder: Decoder) -> KVCache:
     """Logical axes of the cache; latent attention's one head is on all devices that share its queries."""
     shape = decoder.shape
-    axes: Any = (None, "batch", None if shape.latent else "activation_heads", None, None)
+    axes: Any = (
+        None,
+        "batch",
+        None if shape.latent else "activation_heads",
+        None,
+        None,
+    )
     states: Any = {
         kind: {name: (None, "batch", *weight.axes) for name, weight in state_table(shape, kind).items()}
         for kind in _kinds_with_state(shape)
@@ -48,7 +59,12 @@ def _kinds_with_state(shape: DecoderShape) -> list[str]:
 
 
 def decode(
-    decoder: Decoder, params: Params, token_BT: Array, start_B: Array, cache: KVCache, count_B: Array | None = None
+    decoder: Decoder,
+    params: Params,
+    token_BT: Array,
+    start_B: Array,
+    cache: KVCache,
+    count_B: Array | None = None,
 ) -> tuple[Array, KVCache]:
     """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
 
@@ -132,7 +148,11 @@ def sample_token(logits_BV: Array, key_B: Array, sampling: Sampling, scored_at: 
             above_BV = scaled_BV > least_B1
             equal_BV = scaled_BV == least_B1
             left_B1 = (kept_BV.sum(axis=-1) - above_BV.sum(axis=-1))[:, None]
-            scaled_BV = jnp.where(above_BV | (equal_BV & (equal_BV.cumsum(axis=-1) <= left_B1)), scaled_BV, -jnp.inf)
+            scaled_BV = jnp.where(
+                above_BV | (equal_BV & (equal_BV.cumsum(axis=-1) <= left_B1)),
+                scaled_BV,
+                -jnp.inf,
+            )
         token_B = jax.vmap(jax.random.categorical)(key_B, scaled_BV)
     chosen_B = jnp.take_along_axis(log_probability_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B.astype(jnp.int32), chosen_B

@@ -15,7 +15,12 @@ from jax.typing import DTypeLike
 from maxtext_lite.config.kernels import GroupedMatmul, exchanged_rows
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS
-from maxtext_lite.models.ops import dtype_of_totals, mlp_hidden, number_format, project_array
+from maxtext_lite.models.ops import (
+    dtype_of_totals,
+    mlp_hidden,
+    number_format,
+    project_array,
+)
 from maxtext_lite.models.shape import BALANCE, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.parallel import (
     axes_in_use,
@@ -100,7 +105,12 @@ def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> R
       arXiv:2202.08906, equation 5.
     """
     weight_DE = router.weight_DE.astype(jnp.float32)
-    logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), weight_DE, precision=jax.lax.Precision.HIGHEST)
+    logits_BTE = jnp.einsum(
+        "BTD,DE->BTE",
+        x_BTD.astype(jnp.float32),
+        weight_DE,
+        precision=jax.lax.Precision.HIGHEST,
+    )
     if router.logit_E is not None:
         logits_BTE += router.logit_E.astype(jnp.float32)
     score_BTE = jax.nn.sigmoid(logits_BTE) if shape.score == "sigmoid" else jax.nn.softmax(logits_BTE)
@@ -125,7 +135,11 @@ def route(x_BTD: Array, router: Router, real_BT: Array, shape: ExpertShape) -> R
     }
     if shape.counts:
         aux[EXPERT_COUNTS] = count_BE
-    return Routing(jnp.where(real_BT[..., None], expert_BTJ, shape.num_experts), shape.scaling * share_BTJ, aux)
+    return Routing(
+        jnp.where(real_BT[..., None], expert_BTJ, shape.num_experts),
+        shape.scaling * share_BTJ,
+        aux,
+    )
 
 
 def _choose(score_BTE: Array, shape: ExpertShape) -> Array:
@@ -178,7 +192,13 @@ def _count(chosen_BTJE: Array) -> Array:
     return jnp.sum(chosen_BTJE, axis=(1, 2), dtype=jnp.int32)
 
 
-def _balance(score_BTE: Array, count_BE: Array, load_E: Array | None, real_BT: Array, shape: ExpertShape) -> Array:
+def _balance(
+    score_BTE: Array,
+    count_BE: Array,
+    load_E: Array | None,
+    real_BT: Array,
+    shape: ExpertShape,
+) -> Array:
     """E x sum over experts of its share of choices x its mean probability; 1 where either is even.
 
     The choices are the example's own, or those of the previous step. The latter are constants, so the loss is a sum
@@ -231,7 +251,10 @@ def with_capacity(x_BTD: Array, routing: Routing, weights: ExpertWeights, shape:
         x_BSD *= share_BS1.astype(x_BSD.dtype)
     x_EBCD = x_BSD.reshape(B, E, num_slots, D).swapaxes(0, 1)
     # Slots of all experts for some rows become all rows' slots of some experts: an all-to-all.
-    x_EBCD = constrain(constrain(x_EBCD, (None, "batch", None, None)), ("experts", "exchanged_batch", None, None))
+    x_EBCD = constrain(
+        constrain(x_EBCD, (None, "batch", None, None)),
+        ("experts", "exchanged_batch", None, None),
+    )
     x_EBCD = checkpoint_name(x_EBCD, "expert_rows")
     gate_EBCF = _experts_matmul(shape, _INWARDS, x_EBCD, weights.gate_EDF, weights.gate_EF)
     gate_EBCF = checkpoint_name(gate_EBCF, "mlpwi_0")
@@ -239,7 +262,10 @@ def with_capacity(x_BTD: Array, routing: Routing, weights: ExpertWeights, shape:
     up_EBCF = checkpoint_name(up_EBCF, "mlpwi_1")
     hidden_EBCF = mlp_hidden(shape.activation, gate_EBCF, up_EBCF)
     y_EBCD = _experts_matmul(shape, _OUTWARDS, hidden_EBCF, weights.down_EFD, weights.down_ED)
-    y_EBCD = constrain(constrain(y_EBCD, ("experts", "exchanged_batch", None, None)), (None, "batch", None, None))
+    y_EBCD = constrain(
+        constrain(y_EBCD, ("experts", "exchanged_batch", None, None)),
+        (None, "batch", None, None),
+    )
     y_BSD = y_EBCD.swapaxes(0, 1).reshape(B, E * num_slots, D)
     y_BTJD = checkpoint_name(_out_of_slots(y_BSD, *slots), "mlpwo")
     y_BTD = jnp.sum(share_BTJ1 * y_BTJD.astype(jnp.float32), axis=2).astype(x_BTD.dtype)
@@ -259,7 +285,11 @@ def _earlier_choices(expert_BTJ: Array, num_experts: int) -> Array:
 
 
 def _experts_matmul(
-    shape: ExpertShape, axes: tuple[str, str], x_EBCi: Array, weight_Eio: Array, bias_Eo: Array | None
+    shape: ExpertShape,
+    axes: tuple[str, str],
+    x_EBCi: Array,
+    weight_Eio: Array,
+    bias_Eo: Array | None,
 ) -> Array:
     if shape.quantization == "none":
         weight = weight_Eio.astype(x_EBCi.dtype)
@@ -305,12 +335,20 @@ def _looked_up(table_BSD: Array, number: Array) -> Array:
 
 
 def _into_slots_backward(slots: tuple[Array, ...], g_BSD: Array) -> tuple[Array, None, None]:
-    return jnp.sum(_out_of_slots(g_BSD, *slots).astype(jnp.float32), axis=2).astype(g_BSD.dtype), None, None
+    return (
+        jnp.sum(_out_of_slots(g_BSD, *slots).astype(jnp.float32), axis=2).astype(g_BSD.dtype),
+        None,
+        None,
+    )
 
 
 def _out_of_slots_backward(slots: tuple[Array, ...], g_BTJD: Array) -> tuple[Array, None, None]:
     choice_BS = slots[1]
-    return _looked_up(g_BTJD.reshape(g_BTJD.shape[0], -1, g_BTJD.shape[-1]), choice_BS), None, None
+    return (
+        _looked_up(g_BTJD.reshape(g_BTJD.shape[0], -1, g_BTJD.shape[-1]), choice_BS),
+        None,
+        None,
+    )
 
 
 _into_slots.defvjp(lambda x, *slots: (_into_slots(x, *slots), slots), _into_slots_backward)
@@ -486,7 +524,11 @@ class Queues(NamedTuple):
         place_nC = number * num_rows + jnp.arange(num_rows) + jnp.zeros((num_devices, 1), jnp.int32)
         is_filled_nC = place_nC < self.count_n[:, None]
         choice_nC = self.choice[jnp.where(is_filled_nC, self.start_n[:, None] + place_nC, 0)]
-        own_nC = jnp.where(is_filled_nC, self.expert_NJ.reshape(-1)[choice_nC] % self.num_here, self.num_here)
+        own_nC = jnp.where(
+            is_filled_nC,
+            self.expert_NJ.reshape(-1)[choice_nC] % self.num_here,
+            self.num_here,
+        )
         own_U = exchanged(own_nC.reshape(-1), "experts")
         return ExchangedRows(
             choice_S=choice_nC.reshape(-1),
@@ -628,7 +670,12 @@ def _sum_over_blocks(x_Ui: Array, g_Uo: Array, size_E: Array, rows_of_block: int
         g = jnp.where(is_own, jax.lax.dynamic_slice_in_dim(g_Uo, at.start, rows_of_block), 0)
         return sum_Eio.at[at.group].add(jnp.einsum("ui,uo->io", x, g, preferred_element_type=jnp.float32))
 
-    return jax.lax.fori_loop(0, count, step, jnp.zeros((len(size_E), x_Ui.shape[1], g_Uo.shape[1]), jnp.float32))
+    return jax.lax.fori_loop(
+        0,
+        count,
+        step,
+        jnp.zeros((len(size_E), x_Ui.shape[1], g_Uo.shape[1]), jnp.float32),
+    )
 
 
 def in_blocks(rows_of_block: int | None = None) -> GroupedKernel:
@@ -713,12 +760,18 @@ def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> G
     )
 
 
-_OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {"tokamax": "blocks", "megablox": "ragged_dot"}
+_OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
+    "tokamax": "blocks",
+    "megablox": "ragged_dot",
+}
 """What replaces kernels without eight bits."""
 
 
 def grouped_kernel(
-    name: GroupedMatmul, operands: DTypeLike, layout: Layout = "io", dtype: DTypeLike = jnp.float32
+    name: GroupedMatmul,
+    operands: DTypeLike,
+    layout: Layout = "io",
+    dtype: DTypeLike = jnp.float32,
 ) -> GroupedKernel:
     """The named kernel for operands of a dtype, which may be mapped over.
 
@@ -815,7 +868,13 @@ class _ExpertRows(NamedTuple):
             dweights += [over_rows(one_U1, d, self.size_E)[:, 0] for d in (dgate_UF, dup_UF, dy_UD)]
         return dx_UD, dshare_U, dweights
 
-    def _times(self, x_Ui: Array, weight: Any, axes: tuple[str, str], dtype: DTypeLike = jnp.float32) -> Array:
+    def _times(
+        self,
+        x_Ui: Array,
+        weight: Any,
+        axes: tuple[str, str],
+        dtype: DTypeLike = jnp.float32,
+    ) -> Array:
         """Each row times its expert's weight: [U, o] in `dtype`, or in float32 with eight bits."""
 
         def matmul(x_Ui: Array, weight_Eio: Array) -> Array:
@@ -878,7 +937,11 @@ def _weight_sum(dw: Array, axes: tuple[str, ...], dtype: DTypeLike) -> Array:
 
 
 def _local_forward(
-    shape: ExpertShape, x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, *weights: Array
+    shape: ExpertShape,
+    x_BTD: Array,
+    expert_BTJ: Array,
+    share_BTJ: Array,
+    *weights: Array,
 ) -> tuple[Array, ...]:
     """The tokens' outputs, and the first round's rows with the values that the backward pass needs again."""
     w = _whole_weights(ExpertWeights(*weights), shape)
@@ -898,7 +961,12 @@ def _local_forward(
     return summed(y_BTD, "mlp").astype(x_BTD.dtype), *rows, *kept
 
 
-def _given(shape: ExpertShape, x_UD: Array, rows: GatheredRows | ExchangedRows, share_BTJ: Array) -> Array:
+def _given(
+    shape: ExpertShape,
+    x_UD: Array,
+    rows: GatheredRows | ExchangedRows,
+    share_BTJ: Array,
+) -> Array:
     """The experts' inputs: rows' tokens, multiplied by their shares if these belong to the input."""
     if not shape.on_input:
         return x_UD
@@ -941,7 +1009,11 @@ def _local_backward(
         if shape.on_input:
             dshare_U = jnp.sum(x_UD.astype(jnp.float32) * dx_UD, axis=-1)
             dx_UD = share_U[:, None] * dx_UD
-        return [rows.sum_of_choices(dx_UD, None, x_BTD), rows.to_choices(dshare_U, share_BTJ), *dweights]
+        return [
+            rows.sum_of_choices(dx_UD, None, x_BTD),
+            rows.to_choices(dshare_U, share_BTJ),
+            *dweights,
+        ]
 
     def next_round(rows: ExchangedRows, sums: list[Array]) -> list[Array]:
         x_UD = rows.of_tokens(x_BTD)
@@ -955,7 +1027,11 @@ def _local_backward(
         _weight_sum(dw, axes, shape.grad_dtype).astype(weight.dtype)
         for dw, axes, weight in zip(dweights, weights.axes(), weights.arrays(), strict=True)
     ]
-    return summed(dx_BTD, "mlp").astype(x_BTD.dtype), summed(dshare_BTJ, "mlp"), *dweights
+    return (
+        summed(dx_BTD, "mlp").astype(x_BTD.dtype),
+        summed(dshare_BTJ, "mlp"),
+        *dweights,
+    )
 
 
 # ---- All devices ----------------------------------------------------------------------------------------------------
@@ -978,7 +1054,11 @@ _Residuals = tuple[Array, Array, Array, ExpertWeights, list[Array]]
 
 
 def _forward(
-    x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, weights: ExpertWeights, shape: ExpertShape
+    x_BTD: Array,
+    expert_BTJ: Array,
+    share_BTJ: Array,
+    weights: ExpertWeights,
+    shape: ExpertShape,
 ) -> tuple[Array, _Residuals]:
     axes = _kept_axes(expert_BTJ, shape, x_BTD.dtype)
     local = functools.partial(_local_forward, shape)
@@ -1001,7 +1081,13 @@ def _backward(shape: ExpertShape, residuals: _Residuals, g_BTD: Array) -> tuple[
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def dropless(x_BTD: Array, expert_BTJ: Array, share_BTJ: Array, weights: ExpertWeights, shape: ExpertShape) -> Array:
+def dropless(
+    x_BTD: Array,
+    expert_BTJ: Array,
+    share_BTJ: Array,
+    weights: ExpertWeights,
+    shape: ExpertShape,
+) -> Array:
     """Sum over each token's experts of share x mlp(x), or of mlp(share x), [B, T, D] in the dtype of x_BTD.
 
     No choice is ever dropped.

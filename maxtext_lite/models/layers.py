@@ -53,7 +53,12 @@ Attend = Callable[[Array, Array, Any, Array | None], tuple[Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
 
 
-def declare(module: nnx.Module, table: WeightTable, shape: DecoderShape, rngs: nnx.Rngs | None = None) -> None:
+def declare(
+    module: nnx.Module,
+    table: WeightTable,
+    shape: DecoderShape,
+    rngs: nnx.Rngs | None = None,
+) -> None:
     """Gives a module the parameters of a table that are its own: those whose paths are a name."""
     for name, weight in table.items():
         if "/" not in name:
@@ -69,7 +74,12 @@ def _parameter(weight: Weight, shape: DecoderShape, rngs: nnx.Rngs | None) -> nn
     assert rngs is not None, weight
     values = shape.initializer_range * jax.random.normal(rngs.params(), weight.sizes, jnp.float32)
     values = values.astype(shape.weight_dtype)
-    return nnx.Param(values, axes=weight.axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
+    return nnx.Param(
+        values,
+        axes=weight.axes,
+        grad_dtype=shape.grad_dtype,
+        quantization=shape.quantization,
+    )
 
 
 def _plus(y: Array, bias: nnx.Param | None) -> Array:
@@ -335,7 +345,13 @@ class Block(Protocol):
     """
 
     def __call__(
-        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+        self,
+        x_BTD: Array,
+        rotation: Rotation | None,
+        attend: Attend,
+        real_BT: Array,
+        *,
+        drop: bool = True,
     ) -> tuple[Array, Any, dict[str, Array]]:
         """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
 
@@ -437,7 +453,13 @@ class DecoderLayer(nnx.Module):
         self.multiplier = shape.residual_multiplier
 
     def __call__(
-        self, x_BTD: Array, rotation: Rotation | None, attend: Attend, real_BT: Array, *, drop: bool = True
+        self,
+        x_BTD: Array,
+        rotation: Rotation | None,
+        attend: Attend,
+        real_BT: Array,
+        *,
+        drop: bool = True,
     ) -> tuple[Array, Any, dict[str, Array]]:
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 

@@ -71,7 +71,9 @@ class Adapted:
         stack = self.weight.shape[: self.num_stacked]
         r = self.a.shape[-1]
         added = jnp.matmul(
-            self.a.reshape(*stack, -1, r), self.b.reshape(*stack, r, -1), preferred_element_type=jnp.float32
+            self.a.reshape(*stack, -1, r),
+            self.b.reshape(*stack, r, -1),
+            preferred_element_type=jnp.float32,
         )
         total = self.weight.astype(jnp.float32) + self.scale * added.reshape(self.weight.shape)
         return total.astype(self.weight.dtype)
@@ -156,12 +158,20 @@ def adapters_of(tree: Tree) -> Tree:
 
 def frozen_of(tree: Tree) -> Tree:
     """The frozen parameters of a joined tree."""
-    return jax.tree.map(lambda node: node.weight if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
+    return jax.tree.map(
+        lambda node: node.weight if _is_adapted(node) else node,
+        tree,
+        is_leaf=_is_adapted,
+    )
 
 
 def merged(tree: Tree) -> Tree:
     """A joined tree, with weights and adapters replaced by their sums."""
-    return jax.tree.map(lambda node: node.merged() if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
+    return jax.tree.map(
+        lambda node: node.merged() if _is_adapted(node) else node,
+        tree,
+        is_leaf=_is_adapted,
+    )
 
 
 def with_merged_experts(layer_params: Params) -> Params:

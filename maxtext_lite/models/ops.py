@@ -150,7 +150,10 @@ def _project_backward(
     return dx_BTi.astype(x.dtype).reshape(x.shape), constrain(dweight, axes)
 
 
-project_array.defvjp(lambda x, weight, *how: (project_array(x, weight, *how), (x, weight)), _project_backward)
+project_array.defvjp(
+    lambda x, weight, *how: (project_array(x, weight, *how), (x, weight)),
+    _project_backward,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -165,7 +168,11 @@ def rms_norm(x_BTD: Array, scale_D: Array, epsilon: float) -> Array:
 def _rms_norm_forward(x_BTD: Array, scale_D: Array, epsilon: float) -> tuple[Array, tuple[Array, ...]]:
     x_f32 = x_BTD.astype(jnp.float32)
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
-    return (x_f32 * inverse_BT1 * scale_D.astype(jnp.float32)).astype(x_BTD.dtype), (x_BTD, scale_D, inverse_BT1)
+    return (x_f32 * inverse_BT1 * scale_D.astype(jnp.float32)).astype(x_BTD.dtype), (
+        x_BTD,
+        scale_D,
+        inverse_BT1,
+    )
 
 
 def _rms_norm_backward(epsilon: float, residuals: tuple[Array, Array, Array], g_BTD: Array) -> tuple[Array, Array]:
@@ -365,7 +372,11 @@ def _in_order(x_ND: Array, index_N: Array, num_rows: int) -> Array:
     index_cm = jnp.max(jnp.where(is_in_cmn, index_cn[:, None], -1), axis=-1)
     is_whole_cm = (jnp.arange(n) <= ends_at_c[:, None]) & (index_cm < num_rows)
     # Places beyond the table are dropped; they differ, as a scatter of unique rows needs.
-    place_cm = jnp.where(is_whole_cm, index_cm, num_rows + jnp.arange(index_cm.size).reshape(index_cm.shape))
+    place_cm = jnp.where(
+        is_whole_cm,
+        index_cm,
+        num_rows + jnp.arange(index_cm.size).reshape(index_cm.shape),
+    )
     zeros_VD = jnp.zeros((num_rows, x_ND.shape[-1]), x_ND.dtype)
     return zeros_VD.at[place_cm].set(sum_cmD, mode="drop", unique_indices=True)
 

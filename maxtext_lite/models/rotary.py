@@ -27,7 +27,10 @@ class Rope:
     @property
     def follows_length(self) -> bool:
         """Whether a token's rotation depends on how many tokens its document has."""
-        return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
+        return self.scaling is not None and self.scaling.rope_type in (
+            "dynamic",
+            "longrope",
+        )
 
 
 def rotary_angles(position_BT: Array, rope: Rope, segment_BT: Array | None = None) -> Rotation:

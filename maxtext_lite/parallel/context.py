@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxtext_lite.parallel.mesh import MESH_AXES_OF, LogicalAxes, Tree, constrain, num_shards
+from maxtext_lite.parallel.mesh import (
+    MESH_AXES_OF,
+    LogicalAxes,
+    Tree,
+    constrain,
+    num_shards,
+)
 
 CHUNKS_PER_SHARD = 2
 """An early and a late chunk; the tokens of an example are a multiple of this times the shards."""
@@ -74,7 +80,11 @@ def chunks_of(shard: Array) -> tuple[Array, Array]:
 def to_next_shard(tree: Tree) -> Tree:
     """Inside `over_shards`: the previous shard's arrays, while this shard's go to the next and the last one's to 0."""
     shards = context_shards()
-    return jax.lax.ppermute(tree, MESH_AXES_OF["length"], [(shard, (shard + 1) % shards) for shard in range(shards)])
+    return jax.lax.ppermute(
+        tree,
+        MESH_AXES_OF["length"],
+        [(shard, (shard + 1) % shards) for shard in range(shards)],
+    )
 
 
 def from_all_shards(tree: Tree) -> Tree:

@@ -59,7 +59,13 @@ def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequenc
         return mesh_utils.create_device_mesh(ici_shape, devices, allow_split_physical_axes=True)
     if num_parts == len(slices):
         return mesh_utils.create_hybrid_device_mesh(ici_shape, dcn_shape, devices, allow_split_physical_axes=True)
-    devices.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, device.process_index, device.id))
+    devices.sort(
+        key=lambda device: (
+            getattr(device, "slice_index", None) or 0,
+            device.process_index,
+            device.id,
+        )
+    )
     parts = np.asarray(devices).reshape(dcn_shape + ici_shape)
     order = np.arange(parts.ndim).reshape(2, -1).T.ravel()  # each axis of dcn before the same axis of ici
     return parts.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape, strict=True)])
@@ -93,15 +99,31 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "looked_up_batch": ("fsdp",),
     "embed_without_fsdp": ("expert", "context"),
     "embed_of_expert": ("expert",),
-    "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows
-    "token_shards": ("fsdp", "expert", "stage", "context"),  # sums over each device's own tokens outside the layers
+    "end_batch": (
+        "fsdp",
+        "expert",
+        "stage",
+    ),  # outside the layers, where pipeline stages share the rows
+    "token_shards": (
+        "fsdp",
+        "expert",
+        "stage",
+        "context",
+    ),  # sums over each device's own tokens outside the layers
     "stages": ("stage",),
     "length": ("context",),
-    "residual_length": ("context", "tensor"),  # between blocks, where tokens are independent
+    "residual_length": (
+        "context",
+        "tensor",
+    ),  # between blocks, where tokens are independent
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
-    "routed_rows": ("fsdp", "expert", "context"),  # each device's results for the tokens sent to its experts
+    "routed_rows": (
+        "fsdp",
+        "expert",
+        "context",
+    ),  # each device's results for the tokens sent to its experts
     "exchanged_batch": ("fsdp",),  # rows of tokens that were sent to the devices of their experts
     "activation_vocab": ("tensor",),
 }
@@ -141,7 +163,11 @@ def sharding(mesh: Mesh | AbstractMesh, axes: LogicalAxes = ()) -> NamedSharding
 
 def tree_shardings(mesh: Mesh, axes_tree: Tree) -> Tree:
     """`sharding` for each leaf of a tree whose leaves are tuples of logical axes."""
-    return jax.tree.map(lambda axes: sharding(mesh, axes), axes_tree, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(
+        lambda axes: sharding(mesh, axes),
+        axes_tree,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
 
 
 def constrain(x: Array, axes: LogicalAxes) -> Array:
@@ -255,7 +281,11 @@ def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
 
 
 def vmap_over_data(
-    function: Callable[..., Any], num_replicas: int, *, own: Sequence[int] = (), rows: Sequence[int] = ()
+    function: Callable[..., Any],
+    num_replicas: int,
+    *,
+    own: Sequence[int] = (),
+    rows: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """`function` run once per replica of the `data` axis, each on its own rows; the results have a leading dim R.
 

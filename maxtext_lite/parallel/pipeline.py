@@ -122,7 +122,11 @@ class Pipeline:
             outputs_P = jax.tree.map(_to_next_stage, outputs_P)
             outputs_P = self._lay_out(outputs_P, axes)
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
-            pieces_PM = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
+            pieces_PM = jax.tree.map(
+                lambda x, out: _put(x, out, back % num_pieces, back >= 0),
+                pieces_PM,
+                outputs_P,
+            )
             pieces_PM = self._lay_out(pieces_PM, axes, None)
             pieces_PM, next_P = take(pieces_PM, time + 1)
             inputs_P = jax.tree.map(first_stage, next_P, outputs_P)
@@ -230,7 +234,12 @@ class Pipeline:
         onwards = self._lay_out(onwards, axes)
         backwards = [jnp.roll(x, -1, axis=0) for x in cotangents_P]
         backwards = self._lay_out(backwards, float_axes)
-        return Flight(onwards, saved_P, backwards), gradients, entered_cotangents, result
+        return (
+            Flight(onwards, saved_P, backwards),
+            gradients,
+            entered_cotangents,
+            result,
+        )
 
     def _by_stage(self, params: Tree) -> Tree:
         """Leaves [repeats, P, layers per stack, ...]."""

@@ -13,7 +13,13 @@ from jax import Array
 from maxtext_lite.config import NumericsConfig, UserError
 from maxtext_lite.parallel import Tree, in_token_order
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.loss import LossSums, Outputs, auxiliary_metrics, spread_over_targets, target_tokens
+from maxtext_lite.training.loss import (
+    LossSums,
+    Outputs,
+    auxiliary_metrics,
+    spread_over_targets,
+    target_tokens,
+)
 from maxtext_lite.training.objective import Loss, OneRowExamples, Predictions
 
 WEIGHT = "loss_weight"
@@ -39,8 +45,14 @@ class CustomLoss(OneRowExamples):
 
     def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens, and the weight of each row."""
-        axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
-        return {"target_tokens": target_tokens(rows), WEIGHT: self._row_weights(_in_token_order(rows, axes))}
+        axes = ("accumulation",) * (rows["weights"].ndim - 2) + (
+            "global_batch",
+            "length",
+        )
+        return {
+            "target_tokens": target_tokens(rows),
+            WEIGHT: self._row_weights(_in_token_order(rows, axes)),
+        }
 
     def _row_weights(self, rows: Rows) -> Array:
         """The weight of each row, [..., B]. Zeros stand for the model's outputs, on which it must not depend."""
@@ -104,7 +116,12 @@ def _in_token_order(rows: Rows, axes: Sequence[str]) -> Rows:
 
 
 def custom_loss(
-    function: Loss, *, fields: Sequence[str], vocab_size: int, emb_dim: int, z_loss_multiplier: float
+    function: Loss,
+    *,
+    fields: Sequence[str],
+    vocab_size: int,
+    emb_dim: int,
+    z_loss_multiplier: float,
 ) -> CustomLoss:
     """The objective that minimises `function`, after a trial on random rows that it is a sum over rows.
 
@@ -121,10 +138,18 @@ def custom_loss(
     rng = np.random.default_rng(0)
     rows = _random_rows(rng, fields, vocab_size)
     shape = rows["tokens"].shape
-    outputs = [rng.gamma(2.0, 2.0, shape), rng.normal(size=(*shape, vocab_size)), rng.normal(size=(*shape, emb_dim))]
+    outputs = [
+        rng.gamma(2.0, 2.0, shape),
+        rng.normal(size=(*shape, vocab_size)),
+        rng.normal(size=(*shape, emb_dim)),
+    ]
     whole = _sum_and_weight(function, outputs, rows)
     halves = [
-        _sum_and_weight(function, [x[part] for x in outputs], {name: x[part] for name, x in rows.items()})
+        _sum_and_weight(
+            function,
+            [x[part] for x in outputs],
+            {name: x[part] for name, x in rows.items()},
+        )
         for part in (slice(0, 2), slice(2, 4))
     ]
     for name, found, first, second in zip(("sum", "weight"), whole, *halves, strict=True):
@@ -162,7 +187,10 @@ def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: in
 def _sum_and_weight(function: Loss, outputs: Sequence[np.ndarray], rows: dict[str, np.ndarray]) -> tuple[float, float]:
     """The function's sum and weight, once they are known to be two finite scalars."""
     nll, logits, hidden = (functools.partial(jnp.asarray, x, jnp.float32) for x in outputs)
-    found: Tree = function(Predictions(nll, logits, hidden), {name: jnp.asarray(x) for name, x in rows.items()})
+    found: Tree = function(
+        Predictions(nll, logits, hidden),
+        {name: jnp.asarray(x) for name, x in rows.items()},
+    )
     is_pair = isinstance(found, tuple) and [jnp.shape(x) for x in found] == [(), ()]
     if not is_pair or not all(math.isfinite(x) for x in found):
         raise UserError(f"objective: it returned {str(found)[:80]}, not two finite numbers (sum, weight) of shape ().")

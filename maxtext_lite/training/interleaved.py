@@ -78,7 +78,12 @@ class _Schedule:
 
         def piece() -> Stream:
             token_BT = jnp.zeros(sizes, jnp.int32)
-            return Stream(jnp.zeros((*sizes, shape.emb_dim), shape.dtype), token_BT, token_BT, empty_aux(shape, *sizes))
+            return Stream(
+                jnp.zeros((*sizes, shape.emb_dim), shape.dtype),
+                token_BT,
+                token_BT,
+                empty_aux(shape, *sizes),
+            )
 
         return self.pipeline.no_flight(jax.eval_shape(piece), self._num_replicas)
 
@@ -96,7 +101,10 @@ class _Schedule:
             return jax.lax.dynamic_index_in_dim(pieces, item % M, axis=1, keepdims=False).reshape(-1, x_BT.shape[-1])
 
         piece = {name: take(x) for name, x in rows.items()}
-        return piece | {"weights": piece["weights"] * exists, "segments": piece["segments"] * exists}
+        return piece | {
+            "weights": piece["weights"] * exists,
+            "segments": piece["segments"] * exists,
+        }
 
     def tick(
         self,
@@ -163,7 +171,10 @@ class _Schedule:
         """[b, T, ...] as [b P, T / P, ...], split over the stages."""
         b, T = x.shape[:2]
         P = self.pipeline.num_stages
-        return constrain(_whole(x).reshape(b * P, T // P, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
+        return constrain(
+            _whole(x).reshape(b * P, T // P, *x.shape[2:]),
+            ("end_batch",) + (None,) * (x.ndim - 1),
+        )
 
     def _merge(self, x: Array) -> Array:
         """The inverse of `_split`."""

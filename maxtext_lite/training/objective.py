@@ -13,7 +13,12 @@ from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.loss import LossSums, Outputs, auxiliary_metrics, target_tokens
+from maxtext_lite.training.loss import (
+    LossSums,
+    Outputs,
+    auxiliary_metrics,
+    target_tokens,
+)
 
 Reduction = Literal["mean", "sum", "max", "any"]
 """How the values of replicas with local updates become one; `mean` weighs them by what the objective counts."""
@@ -122,7 +127,10 @@ class NextToken(OneRowExamples):
         """
         num_tokens = sum(int(tokens_B.sum()) for _, tokens_B in scores)
         total = math.fsum(float(nll) for nll_B, _ in scores for nll in nll_B)
-        return {"eval_loss": total / max(num_tokens, 1), "eval_target_tokens": num_tokens}
+        return {
+            "eval_loss": total / max(num_tokens, 1),
+            "eval_target_tokens": num_tokens,
+        }
 
 
 NEXT_TOKEN = NextToken()

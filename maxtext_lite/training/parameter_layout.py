@@ -19,7 +19,10 @@ from maxtext_lite.training.saving import FORMAT
 
 def parameter_items(params: Params) -> dict[str, Any]:
     """The items of a checkpoint of parameters alone."""
-    return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
+    return {
+        "params": ocp.args.StandardSave(params),
+        "about": ocp.args.JsonSave({"format": FORMAT}),
+    }
 
 
 def frozen_directory(run_directory: Path) -> Path:

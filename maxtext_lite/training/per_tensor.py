@@ -49,7 +49,11 @@ def per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gradien
 
 def adafactor(axes: Tree) -> optax.GradientTransformation:
     """Adafactor without its learning rate."""
-    inner = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
+    inner = optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
     return per_tensor(inner, axes)
 
 
@@ -83,7 +87,9 @@ def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
     Source: Jordan et al. 2024.
     """
 
-    def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+    def dimension_numbers(
+        leaf: tuple[str, ...],
+    ) -> optax.contrib.MuonDimensionNumbers | None:
         """The input and output dims of a stacked projection; None where Muon does not apply."""
         if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
