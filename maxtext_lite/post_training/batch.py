@@ -131,8 +131,10 @@ class RLBatch(SampledBatch):
 
     def rows(self) -> list[tuple[str, str]]:
         """Prompts, pairs, updates, devices and how responses are generated."""
-        each, chunk = self.num_generations, self.pairs_per_micro_batch
-        prompts, in_chunk = _prompts(self.prompts_per_batch), _prompts(self.prompts_per_micro_batch)
+        each = self.num_generations
+        chunk = self.pairs_per_micro_batch
+        prompts = _prompts(self.prompts_per_batch)
+        in_chunk = _prompts(self.prompts_per_micro_batch)
         devices = f"{self.trainer_devices} train, {self.sampler_devices} sample; {self.micro_batches - 1} of "
         devices += f"{self.micro_batches} micro-batches are trained on while the next is sampled"
         if self.takes_turns:
@@ -184,7 +186,8 @@ class RLBatch(SampledBatch):
             # With LoRA too, as a step donates the frozen parameters.
             count = count_parameters(config, tiled=False, **mesh)
             rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
-            size, why = count.matrices * BYTES[config.dtype] + rest, "the initial model, matrices in `dtype`"
+            size = count.matrices * BYTES[config.dtype] + rest
+            why = "the initial model, matrices in `dtype`"
             lines.append(MemoryLine("KL reference", "rollout", size, why, always))
         if self.takes_turns and self.rollout is not None:
             why = "a copy in `dtype` on the sampler's mesh"
@@ -195,7 +198,8 @@ class RLBatch(SampledBatch):
 
     def memory_warnings(self, memory: MemoryEstimate) -> list[str]:
         """Warnings of devices that have less memory than training or sampling needs, with the keys that need less."""
-        limit, rollout = memory.limit, self.rollout
+        limit = memory.limit
+        rollout = self.rollout
         works = "lower micro_batch_size, or set remat_policy=full."
         if self.takes_turns and rollout is not None:
             works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
@@ -239,7 +243,8 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
     """The batch that the config states on a machine, or every broken rule."""
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
-    num_devices, num_hosts = topology.num_devices, topology.num_hosts
+    num_devices = topology.num_devices
+    num_hosts = topology.num_hosts
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
     broken: list[Refusal] = []
     if num_hosts > 1 and not takes_turns:
@@ -307,7 +312,8 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
     if broken := _mesh_violations(config, num_devices):
         return broken
-    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    tensor = config.rollout_tensor_parallelism
+    fsdp = config.rollout_fsdp_parallelism
     mesh = {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
     shards = mesh["data"] * mesh["fsdp"]
     slots = config.rollout_slots
@@ -320,7 +326,8 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    shape, cache = model_shape(config), 0
+    shape = model_shape(config)
+    cache = 0
     for mixer, layers in shape.layers_of.items():
         kind = layer_kind(mixer)
         if kind is None:
@@ -335,7 +342,8 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Refusal]:
     stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
     split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
     works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
-    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    tensor = config.rollout_tensor_parallelism
+    fsdp = config.rollout_fsdp_parallelism
     other = {"tensor": fsdp, "fsdp": tensor}
     legal = {axis: [size for size in works[axis] if devices % (size * other[axis]) == 0] for axis in split}
     broken = [

@@ -94,7 +94,9 @@ class Renderer:
     optional = UNRENDERED
 
     def __init__(self, config: RendererKeys, tokenizer: Tokenizer):
-        self._config, self.encoder, self._tokenizer = config, TurnEncoder(config, tokenizer), tokenizer
+        self._config = config
+        self.encoder = TurnEncoder(config, tokenizer)
+        self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._finder: AnswerFinder | None = None
 
@@ -132,10 +134,8 @@ class Renderer:
         refuse_unrendered(where, value)
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
-            chosen_turns, rejected_turns = (
-                self._turns(where, "chosen", chosen),
-                self._turns(where, "rejected", rejected),
-            )
+            chosen_turns = self._turns(where, "chosen", chosen)
+            rejected_turns = self._turns(where, "rejected", rejected)
             before = self._turns(where, "prompt", prompt) if isinstance(prompt, list) else []
             shared = 0 if before else _shared(chosen_turns, rejected_turns)
             return (
@@ -204,7 +204,8 @@ class Renderer:
 
         Generation sees the tokens of the prompt, and cannot write such a token.
         """
-        text, cuts = rendered.text, list[int]()
+        text = rendered.text
+        cuts = list[int]()
         for start, stop in rendered.answers:
             first_word = start + len(text[start:stop]) - len(text[start:stop].lstrip())
             joins = bool(((placed.starts < start) & (placed.stops > first_word)).any())
@@ -268,7 +269,8 @@ class Renderer:
         begun = self.encoder.begin(ended)
         if not len(self.encoder.begin_ids) and not rendered.answers[0][0]:  # after the end of another text
             begun = np.concatenate([self.encoder.or_end(begun[:0]), begun])
-        before, after = len(begun) - len(ended), len(ended) - len(is_answer)
+        before = len(begun) - len(ended)
+        after = len(ended) - len(is_answer)
         return Tokenized(
             begun,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
@@ -278,7 +280,8 @@ class Renderer:
 
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
         """The turns of a list, with special tokens that their contents spell hidden."""
-        turns, hidden = _turns(where, key, value), list[Turn]()
+        turns = _turns(where, key, value)
+        hidden = list[Turn]()
         with self._template_of(where):
             pass  # which says what else its contents must not spell
         for turn in turns:

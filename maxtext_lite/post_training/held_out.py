@@ -28,17 +28,21 @@ class HeldOutResponses:
     before_first_step = True
 
     def __init__(self, rl: RLRun, say: Callable[[str], None]):
-        self._rl, self._say = rl, say
+        self._rl = rl
+        self._say = say
 
     def evaluate(
         self, state: TrainState, step: int, stops: Callable[[], bool]
     ) -> tuple[dict[str, float | int], str] | None:
         """Mean reward, accuracy and pass@k of new responses."""
-        rl, each = self._rl, self._rl.config.eval_num_generations
-        pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
+        rl = self._rl
+        each = self._rl.config.eval_num_generations
+        pairs = self._pairs()
+        per_chunk = rl.batch.pairs_per_micro_batch
         rl.update(rl.run.decoder.joined(state.params, state.frozen), step)
         phases.advance()
-        scores, tokens = list[Scores](), list[int]()
+        scores = list[Scores]()
+        tokens = list[int]()
         for first in range(0, len(pairs), per_chunk):
             if stops():
                 return None
@@ -54,7 +58,9 @@ class HeldOutResponses:
 
     def _pairs(self) -> list[tuple[Prompt, Request]]:
         """Each prompt with each of its requests, those of one prompt adjacent."""
-        rl, config, source = self._rl, self._rl.config, self._rl.eval_prompts
+        rl = self._rl
+        config = self._rl.config
+        source = self._rl.eval_prompts
         assert source is not None
         count = len(source)
         if config.eval_steps != -1:

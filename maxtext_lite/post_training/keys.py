@@ -193,7 +193,8 @@ def prompt_stages(config: RLRunConfig) -> tuple[tuple[int, int], ...]:
 
 def _micro_batch(config: RLRunConfig) -> Refusal | None:
     """Micro-batches are whole groups of responses, and divide the pairs of every stage."""
-    key, pairs = "micro_batch_size", config.micro_batch_size
+    key = "micro_batch_size"
+    pairs = config.micro_batch_size
     group = config.num_generations
     batches = {prompts for _, prompts in prompt_stages(config)}
     common = math.gcd(*batches)
@@ -226,7 +227,8 @@ def _prompt_schedule(config: RLRunConfig) -> Refusal | None:
 
 
 def _lengths(config: RLRunConfig) -> Refusal | None:
-    tokens, of_prompt = config.max_target_length, config.max_prefill_predict_length
+    tokens = config.max_target_length
+    of_prompt = config.max_prefill_predict_length
     if of_prompt < tokens:
         return None
     rule = f"leaves no token of max_target_length={tokens} for a response"
@@ -235,7 +237,8 @@ def _lengths(config: RLRunConfig) -> Refusal | None:
 
 
 def _steps(config: RLRunConfig) -> Refusal | None:
-    steps, each = config.steps, config.num_iterations
+    steps = config.steps
+    each = config.num_iterations
     if steps % each == 0:
         return None
     near = (count * each for count in (steps // each, steps // each + 1) if count)
@@ -244,7 +247,8 @@ def _steps(config: RLRunConfig) -> Refusal | None:
 
 def _devices(config: RLRunConfig) -> Refusal | None:
     """Either all devices both train and sample, in turn, or each does one of the two."""
-    trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
+    trainer = config.trainer_devices_fraction
+    sampler = config.sampler_devices_fraction
     if trainer == sampler == 1:
         return None
     if config.rollout_engine != "local":
@@ -314,7 +318,8 @@ def _schedule_unit(config: RLRunConfig) -> Refusal | None:
 
 
 def _template(config: RLRunConfig) -> Refusal | None:
-    template, count = config.prompt_template, config.prompt_template.count("{prompt}")
+    template = config.prompt_template
+    count = config.prompt_template.count("{prompt}")
     if count == 1:
         return None
     before, _, after = template.partition("{prompt}")
@@ -367,7 +372,8 @@ def _held_out_problems(config: RLRunConfig) -> Refusal | None:
 
 
 def _reward_names(config: RLRunConfig) -> Refusal | None:
-    key, names = "reward_functions", reward_names(config)
+    key = "reward_functions"
+    names = reward_names(config)
     if not names:
         return refuse(config, key, "names no function", "exact_answer")
     unknown = next((name for name in names if ":" not in name and name not in SHIPPED_REWARDS), None)
@@ -386,7 +392,8 @@ def _reward_names(config: RLRunConfig) -> Refusal | None:
 
 
 def _reward_weights(config: RLRunConfig) -> Refusal | None:
-    key, count = "reward_weights", len(reward_names(config))
+    key = "reward_weights"
+    count = len(reward_names(config))
     try:
         weights = (math.nan,) if "_" in config.reward_weights else reward_weights(config)  # float reads 1_0 as 10
     except ValueError:
@@ -406,7 +413,9 @@ def _reward_weights(config: RLRunConfig) -> Refusal | None:
 
 
 def _reward_format(config: RLRunConfig) -> Refusal | None:
-    key, pattern, is_used = "reward_format", config.reward_format, "format" in reward_names(config)
+    key = "reward_format"
+    pattern = config.reward_format
+    is_used = "format" in reward_names(config)
     if not pattern and is_used:
         message = "reward_format is empty, but reward_functions names format, which compares responses with it."
         return Refusal(key, message, (".*",))
@@ -433,7 +442,8 @@ def _wrong_pattern(pattern: str) -> str | None:
 
 def _sampling(config: RLRunConfig) -> Refusal | None:
     """Sampling that gives the same response every time: a group of equal responses teaches nothing."""
-    top_k, vocabulary = config.decode_sampling_top_k, config.vocab_size
+    top_k = config.decode_sampling_top_k
+    vocabulary = config.vocab_size
     rule = (
         f"always samples the likeliest token: the num_generations={config.num_generations} responses to a prompt would "
         "all be the same"
@@ -470,7 +480,8 @@ def _is_server_address(url: str) -> bool:
 
 def _rollout(config: RLRunConfig) -> Refusal | None:
     """A server without its URL, or keys that do not go with the engine."""
-    engine, url = config.rollout_engine, config.rollout_url
+    engine = config.rollout_engine
+    url = config.rollout_url
     if engine == "local":
         reason = "has no effect with rollout_engine=local, which samples in this process"
         return refuse_unused(config, {"rollout_url": ""}, reason)

@@ -45,7 +45,8 @@ def make_log_probabilities(
     Args:
       temperature: divides the logits; the policy is their softmax.
     """
-    decoder, mesh = parts.decoder, parts.mesh
+    decoder = parts.decoder
+    mesh = parts.mesh
 
     def of_rows(params: Params, rows: Rows) -> jax.Array:
         nll_BT = forward(decoder, params, rows, parts.config).nll(rows["targets"], temperature)

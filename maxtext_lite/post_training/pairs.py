@@ -137,7 +137,8 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
     log-probabilities; `responses_hash` is a hash of the tokens in order.
     """
     responses = [response for chunk in chunks for response in chunk.sampled.responses]
-    scores, num_generations = Scores.joined([chunk.scores for chunk in chunks]), chunks[0].num_generations
+    scores = Scores.joined([chunk.scores for chunk in chunks])
+    num_generations = chunks[0].num_generations
     lengths = [len(response.token_ids) for response in responses]
     scored = [response for response, is_scored in zip(responses, scores.is_scored, strict=True) if is_scored]
     nll = -sum(math.fsum(response.log_probabilities) for response in scored)

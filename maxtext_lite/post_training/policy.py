@@ -25,7 +25,8 @@ REFERENCE = "reference_log_probabilities"
 ROLLOUT = "rollout_log_probabilities"
 
 KL = "kl"
-CLIP_LOW, CLIP_HIGH = "clip_fraction_low", "clip_fraction_high"
+CLIP_LOW = "clip_fraction_low"
+CLIP_HIGH = "clip_fraction_high"
 TOKEN_NLL = "token_nll"
 POLICY_METRICS = (KL, CLIP_LOW, CLIP_HIGH, TOKEN_NLL)
 """Means over all response tokens of a step, whatever the loss's aggregation: the estimate k3 of the KL divergence to
@@ -33,7 +34,9 @@ the reference, if there is one; the share of tokens whose ratio is clipped from 
 from above, with a positive one; and minus the log-probability, which estimates the entropy if the policy itself drew
 the tokens."""
 
-MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED = "rollout_mismatch", "rollout_kl", "rollout_truncated"
+MISMATCH = "rollout_mismatch"
+ROLLOUT_KL = "rollout_kl"
+ROLLOUT_TRUNCATED = "rollout_truncated"
 ROLLOUT_METRICS = (MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED)
 """The same means for the sampler's log-probabilities: their absolute difference from the trainer's with the same
 parameters; the estimate k3 of the KL divergence between sampler and trainer; the share of tokens whose importance
@@ -119,7 +122,8 @@ class Policy(OneRowExamples):
         found = {CLIP_LOW: is_low_BT, CLIP_HIGH: is_high_BT, TOKEN_NLL: -log_probability_BT * is_target_BT}
         if self.compares:
             log_weight_BT = jnp.where(is_target_BT, old_BT - rows[ROLLOUT], 0)
-            found[MISMATCH], found[ROLLOUT_KL] = jnp.abs(log_weight_BT), jnp.expm1(log_weight_BT) - log_weight_BT
+            found[MISMATCH] = jnp.abs(log_weight_BT)
+            found[ROLLOUT_KL] = jnp.expm1(log_weight_BT) - log_weight_BT
             if self.correction_cap is not None:
                 weight_BT = jnp.exp(log_weight_BT)
                 found[ROLLOUT_TRUNCATED] = weight_BT > self.correction_cap

@@ -45,7 +45,8 @@ class PairScores(NamedTuple):
 
 def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
     """The loss of each pair, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
-    right, wrong = jax.nn.log_sigmoid(beta * margin), jax.nn.log_sigmoid(-beta * margin)
+    right = jax.nn.log_sigmoid(beta * margin)
+    wrong = jax.nn.log_sigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 

@@ -138,9 +138,12 @@ class ArithmeticPrompts(PromptSource):
     field_names = ("answer",)
 
     def __init__(self, maker: _PromptMaker, first: int, count: int) -> None:
-        self._maker, self._first, self._count = maker, first, count
+        self._maker = maker
+        self._first = first
+        self._count = count
         config = maker.config
-        self._operations, self._base = config.arithmetic_operations, config.arithmetic_largest + 1
+        self._operations = config.arithmetic_operations
+        self._base = config.arithmetic_largest + 1
 
     @property
     def fingerprint(self) -> str:
@@ -277,7 +280,8 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
         )
     refuse_unrendered(where, value, " Rename that key of the line if it is for reward functions.")
     key = next((key for key in _ASKED_BY if value.get(key) is not None), "prompt")
-    asked, answer = turns_under(where, key, value), value.get("answer")
+    asked = turns_under(where, key, value)
+    answer = value.get("answer")
     if not isinstance(asked, list) and (key in _CONVERSATIONS or not isinstance(asked, str)):
         raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
     fields = {name: each for name, each in value.items() if name != "answer"}
@@ -319,7 +323,9 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
     Raises:
       UserError: a prompt is too long and long_examples=refuse, or no prompt is left.
     """
-    most, prompts, content = maker.config.max_prefill_predict_length, [], maker.content()
+    most = maker.config.max_prefill_predict_length
+    prompts = []
+    content = maker.content()
     long: list[tuple[str, int]] = []
     for first in range(0, len(lines), _LINES_PER_ENCODING):
         some = lines[first : first + _LINES_PER_ENCODING]

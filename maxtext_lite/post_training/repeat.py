@@ -1,6 +1,7 @@
 """How `equiv` and `replay` repeat steps of reinforcement learning: see `analysis.repeat`."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.order import example_ids
-from maxtext_lite.post_training.advantages import group_advantages
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.pairs import Chunk, Sampled
 from maxtext_lite.post_training.prompts import open_prompts
@@ -28,28 +28,27 @@ _REWARDS = (0.0, 0.25, 1.0, np.nan)
 
 
 class _Sizes(NamedTuple):
-    """What `equiv` keeps of a batch."""
+    """What `equiv` keeps of a config's batches; a step has one batch, or two steps have."""
 
     generations: int
     prompt_tokens: int
     response_tokens: int
     updates: int
+    batches: int
 
     @classmethod
     def of(cls, config: RLRunConfig) -> "_Sizes":
         tokens = min(config.max_target_length, _MOST_TOKENS)
-        prompt = min(config.max_prefill_predict_length, max(tokens // 2, tokens - _response_tokens(config)))
-        generations = min(config.num_generations, _MOST_GENERATIONS)
-        return cls(generations, prompt, tokens - prompt, min(config.num_iterations, 2))
-
-    @property
-    def batches(self) -> int:
-        """Batches of a run."""
-        return 3 if self.updates == 1 else 2
-
-
-def _response_tokens(config: RLRunConfig) -> int:
-    return config.max_target_length - config.max_prefill_predict_length
+        of_prompt = config.max_prefill_predict_length
+        if tokens < config.max_target_length:
+            of_prompt = min(of_prompt, tokens // 2)
+        return cls(
+            generations=min(config.num_generations, _MOST_GENERATIONS),
+            prompt_tokens=of_prompt,
+            response_tokens=tokens - of_prompt,
+            updates=min(config.num_iterations, 2),
+            batches=3 if config.num_iterations == 1 else 2,
+        )
 
 
 class SampledBatches:
@@ -161,24 +160,26 @@ SAMPLED = SampledBatches()
 
 
 def _cut(group: Chunk, position: int, sizes: _Sizes, config: RLRunConfig) -> Chunk:
-    """A group at a position of the run, with at most so many generations and tokens."""
-    prompts, responses, texts, _ = group.sampled
-    most = slice(0, sizes.generations)
-    prompt = prompts[0]
+    """A group at a position of the run, with at most so many generations and tokens.
+
+    Its advantages are as recorded, unless generations are left out.
+    """
+    recorded = group.advantages
+    group = group.part(slice(0, sizes.generations))
+    prompt = group.sampled.prompts[0]
     ids = prompt.token_ids[-sizes.prompt_tokens :]
-    number = position
-    prompt = prompt.__class__(number, prompt.text, ids, {})
-    kept: list[Response] = []
-    for response in responses[most]:
+    prompt = dataclasses.replace(prompt, number=position, token_ids=ids, fields={})
+    responses: list[Response] = []
+    for response in group.sampled.responses:
         token_ids = response.token_ids[: sizes.response_tokens]
+        log_probabilities = response.log_probabilities[: len(token_ids)]
         is_whole = len(token_ids) == len(response.token_ids)
-        kept.append(Response(token_ids, response.log_probabilities[: len(token_ids)], response.ended and is_whole))
-    keys = [(TRAINING, position, generation) for generation in range(len(kept))]
-    scores = group.scores.part(most)
-    advantages = group.advantages
-    if len(kept) < len(responses):
-        advantages = group_advantages(scores.total, len(kept), config.scale_rewards)
-    return Chunk(Sampled([prompt] * len(kept), kept, texts[most], keys), scores, advantages, len(kept))
+        responses.append(Response(token_ids, log_probabilities, response.ended and is_whole))
+    each = len(responses)
+    keys = [(TRAINING, position, generation) for generation in range(each)]
+    sampled = Sampled([prompt] * each, responses, [""] * each, keys)
+    chunk = Chunk.judged(sampled, group.scores, num_generations=each, scale_rewards=config.scale_rewards)
+    return dataclasses.replace(chunk, advantages=recorded) if each == len(recorded) else chunk
 
 
 def _draw_groups(config: RLRunConfig, sizes: _Sizes) -> list[Chunk]:

@@ -30,7 +30,8 @@ _PART = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]*[1-9][0-9]*)
 _MIXED = re.compile(
     r"(?<![\w.,/])([0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/]|[.,][0-9])"
 )
-_SIGNS, _IN_NUMBERS = ("-", "+"), tuple("0123456789.,")
+_SIGNS = ("-", "+")
+_IN_NUMBERS = tuple("0123456789.,")
 _UNREADABLE = " 1/0"
 _PLAIN = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\:", " "), ("\\;", " "), ("\\ ", " "),
           ("~", " "), ("\u2212", "-"), ("\u2013", "-"))  # fmt: skip
@@ -129,7 +130,8 @@ def _numbers(text: str) -> list[re.Match[str]]:
     text = _SPACED_GROUPS.sub(lambda match: match[0].replace(match[1], ","), text)
     before = None
     while before != text:  # fractions within fractions: the inner ones first
-        before, text = text, _FRACTION.sub(_divided, text)
+        before = text
+        text = _FRACTION.sub(_divided, text)
     text = _MIXED.sub(_mixed, _OTHER_FRACTION.sub(_UNREADABLE, text))
     return list(_NUMBER.finditer(text))
 
@@ -157,7 +159,9 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 def _number(match: re.Match[str]) -> Fraction | None:
-    whole, parts, exponent = match["whole"], match["parts"] or "1", match["exponent"] or ""
+    whole = match["whole"]
+    parts = match["parts"] or "1"
+    exponent = match["exponent"] or ""
     power = int(exponent[1:].lstrip("+-0")[:5] or 0)  # its size, or another that is too large
     if max(len(whole), len(parts), power) > _MOST_DIGITS:
         return None

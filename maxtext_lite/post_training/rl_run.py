@@ -216,7 +216,8 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
 
 
 def _sampling(config: RLRunConfig) -> Sampling:
-    temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+    temperature = config.decode_sampling_temperature
+    top_k = config.decode_sampling_top_k
     return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
 
 

@@ -25,7 +25,8 @@ from maxtext_lite.post_training.transfer import Transfer
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
 
-TRAINING, HELD_OUT = 0, 1
+TRAINING = 0
+HELD_OUT = 1
 """The first int of a request's key: what the response is for."""
 
 ANSWER_SECONDS = 1800.0
@@ -106,7 +107,8 @@ def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
         return sharding(mesh, ("replica", *axes))
 
     cache = jax.tree.map(of_axes, cache_axes, is_leaf=lambda node: type(node) is tuple)
-    rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
+    rows = sharding(mesh, ("replica", "batch"))
+    new = sharding(mesh, ("replica", "batch", None))
     return _Slots(cache, rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
 
 
@@ -222,7 +224,8 @@ class LocalEngine:
         chosen: list[list[tuple[int, int]]] = [[] for _ in free]
         while waiting and any(free):
             replica = max(range(len(free)), key=lambda replica: len(free[replica]))
-            slot, number = free[replica].pop(), waiting.popleft()
+            slot = free[replica].pop()
+            number = waiting.popleft()
             taken[replica, slot] = number
             chosen[replica].append((slot, number))
         return chosen
@@ -235,7 +238,8 @@ class LocalEngine:
         num_tokens = _PADDED_TO
         while num_tokens < max(len(requests[number].token_ids) for number in numbers):
             num_tokens = min(2 * num_tokens, _round_up(self._max_prompt_tokens))
-        most, num_rows = max(map(len, chosen)), self._row_shards
+        most = max(map(len, chosen))
+        num_rows = self._row_shards
         while num_rows < min(most, self._slots_per_replica) and 4 * num_rows * num_tokens <= _PREFILL_TOKENS:
             num_rows = min(4 * num_rows, self._slots_per_replica)
         key_ints = len(requests[numbers[0]].key)
@@ -252,7 +256,8 @@ class LocalEngine:
                 for row, (slot, number) in enumerate(rows[first : first + num_rows]):
                     token_ids = requests[number].token_ids
                     batch.token_RBT[replica, row, : len(token_ids)] = token_ids
-                    batch.length_RB[replica, row], batch.slot_RB[replica, row] = len(token_ids), slot
+                    batch.length_RB[replica, row] = len(token_ids)
+                    batch.slot_RB[replica, row] = slot
                     batch.key_int_RBI[replica, row] = requests[number].key
             batches.append(batch)
         return batches
@@ -315,7 +320,8 @@ class LocalEngine:
         """The slots once at most `leave_running` sequences run; and for the host the number of steps and the tokens."""
 
         def of_replica(params: Params, slots: _Slots) -> _Slots:
-            running_B, count_B = slots.running_RB, slots.count_RB
+            running_B = slots.running_RB
+            count_B = slots.count_RB
             token_B, log_probability_B, cache = next_token(
                 self._decoder, params, slots.token_RB, slots.cache, slots.length_RB, slots.key_RB,
                 sampling=sampling, scored_at=sampling.policy_temperature,

@@ -89,7 +89,9 @@ class RolloutSteps:
     compiled_anew = True
 
     def __init__(self, rl: RLRun, state: TrainState, log: StepLog):
-        run, config, counts = rl.run, rl.config, log.counts
+        run = rl.run
+        config = rl.config
+        counts = log.counts
         self._rl = rl
         self._run = run
         self._config = config
@@ -109,7 +111,9 @@ class RolloutSteps:
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
         self._hooks = log.hooks
-        self._has_said, self._equal_batches, self._has_begun = False, 0, False
+        self._has_said = False
+        self._equal_batches = 0
+        self._has_begun = False
         self._has_updated = False
         self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
@@ -139,7 +143,8 @@ class RolloutSteps:
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, timeline)
         else:
-            sums, about = self._sums_again(state, timeline), {}
+            sums = self._sums_again(state, timeline)
+            about = {}
         phases.enter("step" if self._has_updated else "compile", step)
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = _ready(self._update(state, sums))
@@ -182,11 +187,13 @@ class RolloutSteps:
         self, state: TrainState, step: int, timeline: Timeline
     ) -> tuple[StepGradients, Mapping[str, float | str]]:
         """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
-        rl, run = self._rl, self._run
+        rl = self._rl
+        run = self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.update(params, step - 1)
         phases.advance()
-        self._chunks, sums = [], self._new_sums()
+        self._chunks = []
+        sums = self._new_sums()
         first = self._prompts[1]
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
@@ -205,7 +212,7 @@ class RolloutSteps:
         num_prompts = sum(len(chunk.advantages) for chunk in judged) // self._config.num_generations
         self._prompts = first, first + num_prompts
         self._log_pairs(step, judged)
-        self._record(step, Chunk.joined(judged))
+        self._record(step, judged)
         self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
         record = batch_record(judged)
         self._say_equal(record["equal_reward_groups"] == 1)
@@ -213,7 +220,8 @@ class RolloutSteps:
 
     def _refuse_failing(self, scores: Scores) -> None:
         """Ends the run if rewards failed for every response of two batches in a row. All hosts call it."""
-        before, self._failed_batch = self._failed_batch, scores if scores.has_failed.all() else None
+        before = self._failed_batch
+        self._failed_batch = scores if scores.has_failed.all() else None
         if before is None or self._failed_batch is None:
             return
         if before.traceback:
@@ -290,7 +298,8 @@ class RolloutSteps:
 
     def _judged_chunks(self, first: int, timeline: Timeline) -> Generator[Chunk]:
         """Chunks from a prompt of the run on; while one is used, the next that is certainly needed is made."""
-        rl, config = self._rl, self._config
+        rl = self._rl
+        config = self._config
         per_chunk = self._batch.prompts_per_micro_batch
         num_chunks = self._batch.micro_batches
         most = num_chunks * config.dynamic_sampling
@@ -328,7 +337,8 @@ class RolloutSteps:
 
     def _restored(self) -> list[Rows]:
         """The chunks of the batch in which the run stopped."""
-        run, batch = self._run, self._batch
+        run = self._run
+        batch = self._batch
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         names = [ADVANTAGES, "weights", OLD]
@@ -370,7 +380,7 @@ class RolloutSteps:
             for line in (line for chunk in chunks for line in chunk.lines(step)):
                 self._rollouts.write(line)
 
-    def _record(self, step: int, batch: Chunk) -> None:
+    def _record(self, step: int, judged: Sequence[Chunk]) -> None:
         """Writes the whole batch if a step on it is to be recorded. All hosts call it."""
         steps = range(step, step + self._config.num_iterations)
         if not any(records_step(self._config, each) for each in steps):
@@ -378,7 +388,7 @@ class RolloutSteps:
         rows = self._rows_on_host()
         computed = {name: rows[name] for name in (OLD, REFERENCE) if name in rows}
         if self._run.is_first and not self._run.is_read_only:
-            write_batch(path_of(self._run.files.directory, step), batch, computed)
+            write_batch(path_of(self._run.files.directory, step), Chunk.joined(judged), computed)
 
 
 def _ahead(
@@ -407,7 +417,8 @@ def _ahead(
             for chunk in range(num_chunks):
                 chunk_responses = sample(chunk)
                 phases.advance()
-                before, waiting = waiting, judges.submit(judge, chunk, chunk_responses)
+                before = waiting
+                waiting = judges.submit(judge, chunk, chunk_responses)
                 if before is not None:
                     yield before.result()
             assert waiting is not None

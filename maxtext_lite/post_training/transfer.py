@@ -29,7 +29,8 @@ class Transfer:
     """
 
     def __init__(self, decoder: Decoder, mesh: Mesh):
-        self._decoder, self._mesh = decoder, mesh
+        self._decoder = decoder
+        self._mesh = mesh
         self._there = tree_shardings(mesh, decoder.axes)
         self._jitted: dict[Mesh, Any] = {}  # by the mesh of the parameters; one trainer has one
 
