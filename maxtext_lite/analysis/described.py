@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from maxtext_lite.batching.devices import DEVICES, Device, device_named
+from maxtext_lite.batching.devices import Device, device_named, devices
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import did_you_mean, install_text, value_text
 from maxtext_lite.parallel.devices import Flag, installed_compilers, set_compiler_flags, set_gpu_memory
@@ -54,7 +54,7 @@ _ASSUMED = {
 }
 """Assumptions of programs compiled for a machine by name, by platform."""
 
-NAMES = (*(device.name for device in DEVICES if device.platform == "tpu"), *_GPUS)
+NAMES = (*(device.name for device in devices() if device.platform == "tpu"), *_GPUS)
 """Short names of the devices that can be compiled for."""
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from maxtext_lite.analysis.step_time import roofline
 from maxtext_lite.batching.devices import (
-    DEVICES,
     Device,
     device_named,
     device_of_kind,
+    devices,
     peak_tflops,
 )
 from maxtext_lite.config import UserError
@@ -28,7 +28,7 @@ def test_what_jax_calls_a_device_is_known_with_its_peaks():
         device_named("v5", option="--device")
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
 def test_the_figures_of_a_device_are_those_of_the_page(device):
     assert device_named(device.name.upper(), option="--device") is device
     peaks = [
