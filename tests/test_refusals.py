@@ -4,6 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ ROWS = yaml.load(
     (REPOSITORY / "tests" / "refusals.yml").read_text(encoding="utf-8"),
     Loader=yaml.CBaseLoader,
 )
+jax.devices()  # from here on the process has its eight devices, which `compile --devices` cannot change
 OPTIONS_OF_PLAN = {
     "num_devices": "--devices",
     "num_hosts": "--hosts",
