@@ -17,7 +17,7 @@ from maxtext_lite.config import (
     packaged_file,
     write_resolved,
 )
-from maxtext_lite.config.hints import _ELSEWHERE, hub_hint
+from maxtext_lite.config.hints import hub_hint, keys_elsewhere
 from maxtext_lite.post_training.keys import RL_KEYS, RLRunConfig
 
 
@@ -233,8 +233,8 @@ def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_th
 
 
 def test_every_name_from_elsewhere_leads_to_a_key_and_is_none():
-    assert set(_ELSEWHERE.values()) <= {*KEYS, *RL_KEYS}
-    assert not set(_ELSEWHERE) & set(KEYS)
+    assert set(keys_elsewhere().values()) <= {*KEYS, *RL_KEYS}
+    assert not set(keys_elsewhere()) & set(KEYS)
 
 
 PIECES = (
