@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_lite.batching import keep_batches, make_plan
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import (
     append_restart,
     moved_batch,
@@ -155,6 +155,12 @@ def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
         "8 devices x 1 accumulation"
     )
     assert starts[0]["batches"] == starts[1]["batches"] == [[0, 32]]
+    shared = load_config(None, ["per_device_batch_size=1/4"])
+    with pytest.raises(
+        UserError,
+        match=r"^num_devices=3 .* less than one example\. Nearest that works: 4\.$",
+    ):
+        keep_batches(shared, [(0, 32)], 3)
 
 
 def test_a_step_has_the_settings_of_the_start_that_took_it():
