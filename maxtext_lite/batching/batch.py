@@ -1,5 +1,6 @@
 """The batch of one optimizer step, stated or derived from global_batch_size."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,17 +87,19 @@ def split_stage(config: BatchConfig, examples: int, num_devices: int) -> Batch |
     which micro-batches divide the batch.
     """
     per_device = config.per_device_batch_size
+    common = math.gcd(*(stage for _, stage in config.batch_schedule))
     if per_device == -1:
-        return refuse(config, "per_device_batch_size", "gives batch_schedule no largest micro-batch", 1)
+        nearest = 1 if config.rampup_mode == "per_device_batch_size" else Fraction(common, num_devices)
+        return refuse(config, "per_device_batch_size", "gives batch_schedule no largest micro-batch", nearest)
     most = per_device * num_devices
     micro = int(most)
     factors = f"per_device_batch_size={number_text(per_device)} x {counted(num_devices, 'device')}"
     if config.rampup_mode == "per_device_batch_size":
         if not micro:
-            return not_whole("per_device_batch_size", per_device, num_devices, examples)
+            return not_whole("per_device_batch_size", per_device, num_devices, common)
         micro = max(size for size in divisors(examples) if size <= most)
     elif most.denominator != 1:
-        return not_whole("per_device_batch_size", per_device, num_devices, examples)
+        return not_whole("per_device_batch_size", per_device, num_devices, common)
     elif examples % micro:
         rule = f"has a stage of {counted(examples, 'example')}, not a multiple of {factors} = {micro}"
         below = [[threshold, max(stage // micro, 1) * micro] for threshold, stage in config.batch_schedule]
@@ -110,21 +113,21 @@ def derive_batch(config: Config, num_devices: int) -> Batch | Refusal:
     per_device = config.per_device_batch_size
     accumulation = config.gradient_accumulation_steps
     stated = config.stated_global_batch
-    key = "global_batch_size"
-    unit = 1
-    what = ""
-    if config.global_batch_tokens:
-        key = "global_batch_tokens"
-        unit = config.tokens_per_example
-        what = f"of {stated} examples "
-        if broken := _token_violation(config):
-            return broken
     if config.batch_schedule:
         target = split_stage(config, stated, num_devices)
         if isinstance(target, Batch) and accumulation not in (-1, 1, target.gradient_accumulation_steps):
             rule = f"contradicts the last stage of batch_schedule, of {stated} examples"
             return refuse(config, "gradient_accumulation_steps", rule, target.gradient_accumulation_steps, -1)
         return target
+    key = "global_batch_size"
+    unit = 1
+    what = ""
+    if config.global_batch_tokens:
+        key = "global_batch_tokens"
+        unit = config.tokens_per_example
+        what = f"of {counted(stated, 'example')} "
+        if broken := _token_violation(config, num_devices):
+            return broken
     derived = [key for key in ("per_device_batch_size", "gradient_accumulation_steps") if getattr(config, key) == -1]
     if derived and stated == 0:
         nearest = dict.fromkeys(derived, 1)
@@ -156,11 +159,12 @@ def derive_batch(config: Config, num_devices: int) -> Batch | Refusal:
     total = int(micro * accumulation)
     if stated not in (0, total):
         rule = f"{what}contradicts {factors} x gradient_accumulation_steps={accumulation} = {total}"
-        return refuse(config, key, rule, total * unit, {"per_device_batch_size": Fraction(-1)})
+        others = [] if stated % accumulation else [{"per_device_batch_size": Fraction(-1)}]
+        return refuse(config, key, rule, total * unit, *others)
     return Batch(per_device, accumulation, int(micro))
 
 
-def _token_violation(config: Config) -> Refusal | None:
+def _token_violation(config: Config, num_devices: int) -> Refusal | None:
     """Refuses global_batch_tokens that are not a whole number of examples, or not global_batch_size."""
     key = "global_batch_tokens"
     unit = config.tokens_per_example
@@ -168,7 +172,12 @@ def _token_violation(config: Config) -> Refusal | None:
     rows = "" if config.rows_per_example == 1 else f"{config.rows_per_example} rows x "
     if stated % unit:
         rule = f"is not a multiple of {rows}max_target_length={config.max_target_length}"
-        return refuse(config, key, rule, *multiples_around(unit, stated))
+        per_device = config.per_device_batch_size
+        accumulation = config.gradient_accumulation_steps
+        factors = (per_device * num_devices, accumulation)
+        whole = unit * math.prod(int(each) for each in factors if each.denominator == 1 and each > 0)
+        near = multiples_around(whole, stated) if -1 in (per_device, accumulation) else [whole]
+        return refuse(config, key, rule, *near)
     if config.global_batch_size not in (0, stated // unit):
         rule = f"is {stated // unit} examples, not global_batch_size={config.global_batch_size}"
         return refuse(config, key, rule, config.global_batch_size * unit, 0)

@@ -736,8 +736,8 @@ def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     ramp_steps = plan.length.stages_ahead[-1].first_step - 1
     if plan.rampup and ramp_steps > plan.steps:
         yield (
-            f"the ramp takes {ramp_steps} steps, more than steps={plan.steps}: the target "
-            f"per_device_batch_size={number_text(plan.per_device_batch_size)} is not reached."
+            f"the stages before the target take {ramp_steps} steps, more than steps={plan.steps}: "
+            f"global_batch_to_train={plan.global_batch_to_train} is not reached."
         )
     if period is not None and (unsynchronised := plan.steps % period):
         yield (

@@ -168,12 +168,14 @@ def _batch_schedule(value: object) -> object:
         if not 1 <= examples <= _LARGEST_COUNT:
             raise WrongType(f"has a stage of {examples} examples: 1 to {_LARGEST_COUNT} are legal.", [[[0, 1]]])
         stages.append((threshold, examples))
-    rising = [[threshold, examples] for threshold, examples in sorted(dict(stages).items())]
-    if stages and stages[0][0] != 0:
-        nearest = [0, stages[0][1]]
-        raise WrongType(f"begins at {stages[0][0]}: the first threshold is 0.", [[nearest, *map(list, stages[1:])]])
-    if len(rising) != len(stages) or rising != [list(stage) for stage in stages]:
-        raise WrongType("has thresholds that do not rise.", [rising])
+    if not stages:
+        return ()
+    (_, first), *others = sorted(dict(stages).items())
+    rising = [(0, first), *others]
+    if stages[0][0] != 0:
+        raise WrongType(f"begins at {stages[0][0]}: the first threshold is 0.", [list(map(list, rising))])
+    if rising != stages:
+        raise WrongType("has thresholds that do not rise.", [list(map(list, rising))])
     if len(stages) > MOST_STAGES:
         raise WrongType(f"has {len(stages):,} stages; a run has at most {MOST_STAGES:,}.")
     return tuple(stages)
