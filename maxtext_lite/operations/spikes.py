@@ -15,10 +15,9 @@ from maxtext_lite.parallel import on_first_host
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.hooks import Hook, LossSpike, Restart
-from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step_log import NOTHING_SAVED, StepLog
+from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, StepLog, band_limit
 
 MOST = 5
 """The most times that a run goes back within WINDOW steps."""
