@@ -59,5 +59,7 @@ def test_branches_see_the_examples_that_the_run_saw_and_continue_after_a_kill(
     ]
     assert (told["rule"], told["by"]) == ("none", "training loss")
     assert (output / "report.html").stat().st_size > 10_000
+    written = json.loads((output / "branches.json").read_text())
+    assert written == told | {"step": 2, "examples_seen": 16}
     assert (tmp_path / "run" / "tensorboard").exists()
     assert not list(output.rglob("tensorboard"))  # they are sent to no tracker
