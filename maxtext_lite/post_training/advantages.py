@@ -37,7 +37,11 @@ def group_advantages(reward_N: np.ndarray, num_generations: int, scale: Literal[
 def mean_deviation(reward_N: np.ndarray, num_generations: int) -> float:
     """The mean of the groups' standard deviations (over n - 1); NaN if no group has two rewards."""
     groups = _groups(reward_N, num_generations)
-    deviations = [float(np.std(group[~np.isnan(group)], ddof=1)) for group in groups if np.sum(~np.isnan(group)) > 1]
+    deviations: list[float] = []
+    for group in groups:
+        scored = group[~np.isnan(group)]
+        if len(scored) > 1:
+            deviations.append(float(np.std(scored, ddof=1)))
     return mean_of(deviations)
 
 

@@ -442,7 +442,8 @@ def turns_under(where: str, key: str, value: Mapping[str, Any]) -> Any:
     if not isinstance(turns, list):
         return turns
     system = value.get("system") if key in ("conversations", "instruction") else None
-    return [*([{"role": "system", "content": system}] if system else []), *map(_with_role, turns)]
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, *map(_with_role, turns)]
 
 
 def _alpaca_turns(where: str, value: Mapping[str, Any]) -> list[Turn]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+from jax import Array
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.hf.directory import files_of_model, run_config_json
@@ -153,7 +154,7 @@ def _merged_where_they_are(params: Params) -> Params:
     if not any(isinstance(leaf, Adapted) for leaf in leaves):
         return params
 
-    def where(leaf: Adapted | jax.Array) -> jax.sharding.Sharding:
+    def where(leaf: Adapted | Array) -> jax.sharding.Sharding:
         return (leaf.weight if isinstance(leaf, Adapted) else leaf).sharding
 
     shardings = jax.tree.map(where, params, is_leaf=lambda node: isinstance(node, Adapted))

@@ -6,6 +6,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.config import UserError
 from maxtext_lite.hf.adapter import adapter_of
@@ -34,9 +35,7 @@ REFERENCE_DIRECTORY = "reference"
 _NEEDED = ("tokens", "targets", "segments", "positions", "weights")
 
 
-def make_log_probabilities(
-    parts: StepContext, temperature: float
-) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
+def make_log_probabilities(parts: StepContext, temperature: float) -> Callable[[Params, dict[str, Array]], Array]:
     """The jitted function (params, batch) -> log-probabilities of the targets, float32 [A, B, T]; 0 without a target.
 
     The result has the batch's sharding and token order; one micro-batch is computed at a time. `params` are all of the
@@ -48,23 +47,23 @@ def make_log_probabilities(
     decoder = parts.decoder
     mesh = parts.mesh
 
-    def of_rows(params: Params, rows: Rows) -> jax.Array:
+    def of_rows(params: Params, rows: Rows) -> Array:
         nll_BT = forward(decoder, params, rows, parts.config).nll(rows["targets"], temperature)
         return jnp.where(rows["weights"] > 0, -nll_BT, 0)
 
     by_replica = vmap_over_data(of_rows, mesh.shape["data"], rows=(1,))
 
-    def log_probabilities(params: Params, batch: Rows) -> jax.Array:
+    def log_probabilities(params: Params, batch: Rows) -> Array:
         batch = in_context_order({name: batch[name] for name in _NEEDED}, TRAIN_BATCH_AXES)
         cast_params = decoder.cast(params)
 
-        def of_micro_batch(rows: Rows) -> jax.Array:
+        def of_micro_batch(rows: Rows) -> Array:
             # Weights are gathered where they are used, as in `gradients.accumulate_micro_batches`.
             here, rows = jax.lax.optimization_barrier((cast_params, rows))
             found_RBT = by_replica(here, rows)
             return constrain(found_RBT.reshape(-1, found_RBT.shape[-1]), TRAIN_BATCH_AXES[1:])
 
-        return in_token_order(cast(jax.Array, jax.lax.map(of_micro_batch, batch)), TRAIN_BATCH_AXES)
+        return in_token_order(cast(Array, jax.lax.map(of_micro_batch, batch)), TRAIN_BATCH_AXES)
 
     where = sharding(mesh, TRAIN_BATCH_AXES)
     return jax.jit(log_probabilities, in_shardings=(tree_shardings(mesh, decoder.axes), where), out_shardings=where)
@@ -113,7 +112,7 @@ class Reference:
         parts = dataclasses.replace(run.parts, decoder=decoder)
         self._find = make_log_probabilities(parts, config.decode_sampling_temperature)
 
-    def of(self, rows: dict[str, jax.Array]) -> jax.Array:
+    def of(self, rows: dict[str, Array]) -> Array:
         """Log-probabilities [A, B, T] of the rows' targets."""
         return self._find(self._params, rows)
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.training.arrays import Metrics, Rows
@@ -87,7 +88,7 @@ class Policy(OneRowExamples):
         """The largest possible count of a step of this many pairs, before they are drawn; exact if responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
-    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens, and responses."""
         tokens = target_tokens(rows)
         return {"target_tokens": tokens, "responses": (tokens > 0).astype(jnp.int32)}
@@ -99,7 +100,7 @@ class Policy(OneRowExamples):
         of_policy = (name for name in POLICY_METRICS if self.beta or name != KL)
         return (*of_policy, *(of_rollout if self.compares else ()), _TOKENS)
 
-    def token_losses(self, log_probability_BT: jax.Array, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def token_losses(self, log_probability_BT: Array, rows: Rows) -> tuple[Array, dict[str, Array]]:
         """The differentiable loss of each token [B, T], and the values [B, T] whose means are POLICY_METRICS; all 0
         without a target."""
         is_target_BT = rows["weights"] > 0
@@ -115,7 +116,8 @@ class Policy(OneRowExamples):
         is_high_BT = (ratio_BT > 1 + self.epsilon_high) & (advantage_BT > 0)
         # -min(ratio A, clip(ratio) A). A ratio that does not count may be infinite, and 0 times infinity is NaN.
         counts_BT = (advantage_BT != 0) & ~is_low_BT & ~is_high_BT
-        clipped_BT = jnp.where(is_low_BT, 1 - self.epsilon_low, jnp.exp(jnp.where(counts_BT, log_ratio_BT, 0)))
+        clipped_BT = jnp.exp(jnp.where(counts_BT, log_ratio_BT, 0))
+        clipped_BT = jnp.where(is_low_BT, 1 - self.epsilon_low, clipped_BT)
         clipped_BT = jnp.where(is_high_BT, 1 + self.epsilon_high, clipped_BT)
         loss_BT = -advantage_BT * clipped_BT
 
@@ -134,7 +136,7 @@ class Policy(OneRowExamples):
             loss_BT += self.beta * found[KL]
         return loss_BT, found
 
-    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
         """The policy's loss with the experts', and the sums of losses and metrics."""
         losses_BT, *weights = self._weights(rows, factor)
         loss_BT, found = self.token_losses(-outputs.nll(rows["targets"], self.temperature), rows)
@@ -144,7 +146,7 @@ class Policy(OneRowExamples):
         sums |= {name: factor * jnp.sum(found[name], dtype=jnp.float32) for name in self.own_sums}
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
-    def _weights(self, rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _weights(self, rows: Rows, factor: Array) -> tuple[Array, Array, Array]:
         """The weights of tokens' losses, [B, T]; and those of the experts' losses for tokens [B, T] and rows [B], which
         add up to 1 over a step: a response counts once where responses are counted, otherwise by its tokens."""
         is_target_BT = rows["weights"] > 0
@@ -157,15 +159,19 @@ class Policy(OneRowExamples):
         losses_BT = alike_BT if is_mean else factor * is_target_BT / self.max_response_tokens
         return losses_BT, alike_BT, factor * counted["responses"]
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+    def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
         """The POLICY_METRICS and ROLLOUT_METRICS that apply, NaN without a target; with experts AUXILIARY_METRICS."""
         del count
-        own = self.own_sums
         share = aux[_TOKENS]
-        means = {name: jnp.where(share > 0, aux[name] / share, jnp.nan) for name in own if name != _TOKENS}
-        return {**means, **auxiliary_metrics({name: x for name, x in aux.items() if name not in own}, config)}
+        of_experts = dict(aux)
+        means: Metrics = {}
+        for name in self.own_sums:
+            total = of_experts.pop(name)
+            if name != _TOKENS:
+                means[name] = jnp.where(share > 0, total / share, jnp.nan)
+        return means | auxiliary_metrics(of_experts, config)
 
 
-def _at_least_one(is_target_BT: jax.Array) -> jax.Array:
+def _at_least_one(is_target_BT: Array) -> Array:
     """The number of targets of each row, [B, 1], and at least 1."""
     return jnp.maximum(jnp.sum(is_target_BT, axis=1, keepdims=True), 1)

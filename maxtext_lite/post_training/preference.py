@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.data import REFERENCE
@@ -38,38 +39,40 @@ class PairScores(NamedTuple):
       target_tokens: of both rows; int32 [B].
     """
 
-    log_ratio: jax.Array
-    num_pairs: jax.Array
-    target_tokens: jax.Array
+    log_ratio: Array
+    num_pairs: Array
+    target_tokens: Array
 
 
-def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
+def pair_losses(margin: Array, *, beta: float, label_smoothing: float) -> Array:
     """The loss of each pair, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
     right = jax.nn.log_sigmoid(beta * margin)
     wrong = jax.nn.log_sigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
-def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+def segment_sums(x_BT: Array, segment_BT: Array) -> Array:
     """The sum over the tokens of each segment, [B, T + 1] by segment number; padding is segment 0."""
     T = x_BT.shape[1]
 
-    def of_row(x_T: jax.Array, segment_T: jax.Array) -> jax.Array:
+    def of_row(x_T: Array, segment_T: Array) -> Array:
         sums_S1: Any = sums_at(x_T[:, None], segment_T, T + 1)
         return sums_S1[:, 0]
 
     return jax.vmap(of_row)(x_BT, segment_BT)
 
 
-def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:
+def _log_ratios(nll_BT: Array, rows: Rows) -> Array:
     """The `PairScores.log_ratio` [B / 2, 2, T + 1] of the rows."""
     ratio_BT = -nll_BT * (rows["weights"] > 0) - rows[REFERENCE]
     ratio_BT = jnp.where(rows["segments"] > 0, ratio_BT, 0)  # padding, which need not be finite
     sums_BS = segment_sums(ratio_BT, rows["segments"])
-    return jnp.where(jnp.arange(sums_BS.shape[1]) > 0, sums_BS, 0).reshape(-1, 2, sums_BS.shape[1])
+    num_places = sums_BS.shape[1]
+    is_segment_S = jnp.arange(num_places) > 0
+    return jnp.where(is_segment_S, sums_BS, 0).reshape(-1, 2, num_places)
 
 
-def _num_pairs(rows: Rows) -> jax.Array:
+def _num_pairs(rows: Rows) -> Array:
     """The number of pairs of each row, int32 [..., B]."""
     return jnp.max(rows["segments"], axis=-1)
 
@@ -89,21 +92,19 @@ class Preference:
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
 
-        def split(x: jax.Array) -> jax.Array:
+        def split(x: Array) -> Array:
             B, length = x.shape[-2:]
             return constrain(x.reshape(*x.shape[:-2], 2 * B, length // 2), axes)
 
         return {name: split(x) for name, x in batch.items()}
 
-    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens, and pairs, counted at the rows of chosen answers."""
         pairs = _num_pairs(rows)
-        return {
-            "target_tokens": target_tokens(rows),
-            "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
-        }
+        is_chosen = jnp.arange(pairs.shape[-1]) % 2 == 0
+        return {"target_tokens": target_tokens(rows), "pairs": jnp.where(is_chosen, pairs, 0)}
 
-    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
         """The loss of the pairs, and the sums of their losses and rewards."""
         places = jnp.arange(rows["segments"].shape[1] + 1)
         is_pair = (places <= _num_pairs(rows)[::2, None]) & (places > 0)
@@ -118,7 +119,7 @@ class Preference:
         sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+    def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
         """`pairs`, PREFERENCE_METRICS and, with experts, AUXILIARY_METRICS."""
         rewards = {name: aux[name] for name in _REWARDS}
         rest = {name: x for name, x in aux.items() if name not in _REWARDS}

@@ -89,7 +89,9 @@ class Scores:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The scores of the pairs of all parts, of which there is at least one, in order."""
-        by_name = {name: np.concatenate([part.by_name[name] for part in parts]) for name in parts[0].by_name}
+        by_name: dict[str, np.ndarray] = {}
+        for name in parts[0].by_name:
+            by_name[name] = np.concatenate([part.by_name[name] for part in parts])
         return cls(
             total=np.concatenate([part.total for part in parts]),
             by_name=by_name,

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.inference.sampler import first_token, next_token
@@ -93,13 +94,13 @@ class _Slots(NamedTuple):
     """
 
     cache: KVCache
-    token_RB: jax.Array
-    length_RB: jax.Array
-    key_RB: jax.Array
-    count_RB: jax.Array
-    running_RB: jax.Array
-    new_RBT: jax.Array
-    log_probability_RBT: jax.Array
+    token_RB: Array
+    length_RB: Array
+    key_RB: Array
+    count_RB: Array
+    running_RB: Array
+    new_RBT: Array
+    log_probability_RBT: Array
 
 
 def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
@@ -177,9 +178,7 @@ class LocalEngine:
         self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)
         jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))
         self._fill: Callable[..., _Slots] = jitted(self._filled, out_shardings=where)
-        self._decode: Callable[..., tuple[_Slots, tuple[jax.Array, ...]]] = jitted(
-            self._decoded, out_shardings=reported
-        )
+        self._decode: Callable[..., tuple[_Slots, tuple[Array, ...]]] = jitted(self._decoded, out_shardings=reported)
         self.decode_steps = 0
 
     def update(self, params: Params, step: int) -> None:
@@ -279,7 +278,7 @@ class LocalEngine:
         )
 
     def _filled(
-        self, params: Params, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
+        self, params: Params, slots: _Slots, prompts: _Prompts, max_new_tokens: Array, *, sampling: Sampling
     ) -> _Slots:
         """The slots after new prompts have been put into some of them, with the first token of each."""
 
@@ -294,10 +293,10 @@ class LocalEngine:
                 sampling=sampling, scored_at=sampling.policy_temperature,
             )  # fmt: skip
 
-            def put(all_B: jax.Array, x_B: jax.Array) -> jax.Array:
+            def put(all_B: Array, x_B: Array) -> Array:
                 return all_B.at[slot_B].set(x_B.astype(all_B.dtype), mode="drop")
 
-            def put_tokens(all_LB: jax.Array, x_LB: jax.Array) -> jax.Array:
+            def put_tokens(all_LB: Array, x_LB: Array) -> Array:
                 rest = (slice(size) for size in x_LB.shape[2:])  # of keys, the positions of the prompts
                 return all_LB.at[:, slot_B, *rest].set(x_LB, mode="drop")
 
@@ -315,8 +314,8 @@ class LocalEngine:
         return vmap_over_data(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
 
     def _decoded(
-        self, params: Params, slots: _Slots, leave_running: jax.Array, max_new_tokens: jax.Array, *, sampling: Sampling
-    ) -> tuple[_Slots, tuple[jax.Array, ...]]:
+        self, params: Params, slots: _Slots, leave_running: Array, max_new_tokens: Array, *, sampling: Sampling
+    ) -> tuple[_Slots, tuple[Array, ...]]:
         """The slots once at most `leave_running` sequences run; and for the host the number of steps and the tokens."""
 
         def of_replica(params: Params, slots: _Slots) -> _Slots:
@@ -342,7 +341,7 @@ class LocalEngine:
 
         step = vmap_over_data(of_replica, self._num_replicas, own=(1,))
 
-        def more(carry: tuple[_Slots, jax.Array]) -> jax.Array:
+        def more(carry: tuple[_Slots, Array]) -> Array:
             return jnp.sum(carry[0].running_RB) > leave_running
 
         slots, steps = jax.lax.while_loop(
@@ -350,7 +349,7 @@ class LocalEngine:
         )
         return slots, (steps, slots.running_RB, slots.count_RB, slots.new_RBT, slots.log_probability_RBT)
 
-    def _stops(self, token_B: jax.Array) -> jax.Array:
+    def _stops(self, token_B: Array) -> Array:
         return jnp.isin(token_B, jnp.asarray(self._stop_token_ids, jnp.int32))
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax import Array
 
 from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import example_ids
@@ -23,6 +24,7 @@ from maxtext_lite.post_training.keys import RLRunConfig, records_step
 from maxtext_lite.post_training.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
+from maxtext_lite.post_training.prompts import Prompt
 from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, write_batch
 from maxtext_lite.post_training.rewards import RewardError, Scores
 from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
@@ -160,7 +162,7 @@ class RolloutSteps:
         more = {**about, **busy}
         return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, more, self._prompts)
 
-    def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
+    def _say_mismatch(self, metrics: Mapping[str, Array]) -> None:
         """Warns once if the sampler cannot have used the trainer's policy."""
         mismatch = float(metrics[MISMATCH]) if self._rl.policy.compares and not self._has_said else 0.0
         if not mismatch > _LARGEST_MISMATCH:  # NaN where no response was scored
@@ -306,13 +308,13 @@ class RolloutSteps:
         numbers = self._prompt_numbers(first, most * per_chunk)
 
         def sample(chunk: int) -> Sampled:
-            places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
-            pairs = [(place, generation) for place in places for generation in range(config.num_generations)]
-            prompts = [rl.prompts[int(numbers[place])] for place, _ in pairs]
-            requests = [
-                Request(prompt.token_ids, (TRAINING, first + place, generation))
-                for prompt, (place, generation) in zip(prompts, pairs, strict=True)
-            ]
+            prompts: list[Prompt] = []
+            requests: list[Request] = []
+            for place in range(chunk * per_chunk, (chunk + 1) * per_chunk):
+                prompt: Prompt = rl.prompts[int(numbers[place])]
+                for generation in range(config.num_generations):
+                    prompts.append(prompt)
+                    requests.append(Request(prompt.token_ids, (TRAINING, first + place, generation)))
             with timeline.phase("rollout", chunk):
                 return rl.sample(prompts, requests, rl.sampling)
 
@@ -348,7 +350,10 @@ class RolloutSteps:
         dtypes |= dict.fromkeys(names, np.float32)
         abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
         whole = run.restore_unfinished(abstract)
-        return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
+        chunks: list[Rows] = []
+        for chunk in range(batch.micro_batches):
+            chunks.append({name: x[chunk : chunk + 1] for name, x in whole.items()})
+        return chunks
 
     def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> str:
         """The origin of a non-finite gradient; example ids are places of pairs in the batch."""
@@ -368,8 +373,11 @@ class RolloutSteps:
     def named_rows(self) -> list[NamedRow]:
         """The rows of the batch that have a token, by their places in it. All hosts call it."""
         rows = self._rows_on_host()
-        places = np.flatnonzero(rows["segments"].any(axis=1)).tolist()
-        return [NamedRow("", place, {name: x[place] for name, x in rows.items()}) for place in places]
+        found: list[NamedRow] = []
+        for place in np.flatnonzero(rows["segments"].any(axis=1)).tolist():
+            fields = {name: x[place] for name, x in rows.items()}
+            found.append(NamedRow("", place, fields))
+        return found
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""
@@ -435,10 +443,10 @@ def _ready(arrays: Result) -> Result:
     return arrays
 
 
-def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> jax.Array:
+def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
 def _stacked(chunks: Sequence[Rows]) -> Rows:
     """The chunks as the micro-batches of one batch, [A, B, T]."""
-    return {name: jax.numpy.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *chunks)

@@ -47,7 +47,9 @@ class Timeline:
     def record(self) -> dict[str, float]:
         """The entries in metrics.jsonl: seconds of each kind of phase, and the share of training beside a rollout."""
         phases = self.phases
-        of = {name: [(p.start, p.stop) for p in phases if p.name == name] for name in ("rollout", "reward", "train")}
+        of: dict[str, list[tuple[float, float]]] = {"rollout": [], "reward": [], "train": []}
+        for phase in phases:
+            of[phase.name].append((phase.start, phase.stop))
         seconds = {f"{name}_seconds": busy_seconds(stretches) for name, stretches in of.items()}
         beside = shared_seconds(of["rollout"], of["train"])
         return {**seconds, "overlap_fraction": beside / seconds["train_seconds"] if seconds["train_seconds"] else 0.0}

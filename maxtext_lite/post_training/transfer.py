@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from maxtext_lite.models import Decoder, merged
@@ -47,10 +48,10 @@ class Transfer:
     def _plain(self, params: Params) -> Params:
         wanted = self._decoder.abstract_params
 
-        def ordered(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        def ordered(x: Array, like: jax.ShapeDtypeStruct) -> Array:
             return x.reshape(like.shape)
 
-        def narrow(x: jax.Array) -> jax.Array:
+        def narrow(x: Array) -> Array:
             return x.astype(self._decoder.shape.dtype)
 
         in_order = jax.tree.map(ordered, merged(params), wanted)
