@@ -5,13 +5,17 @@ here and compute everything else again. Advantages and log-probabilities are kep
 """
 
 import dataclasses
+import io
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from maxtext_lite.config.errors import writing
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.post_training.pairs import Chunk, Sampled
 from maxtext_lite.post_training.prompts import FilePrompts, Prompt
@@ -63,7 +67,20 @@ def path_of(directory: Path, step: int) -> Path:
 
 def recorded_paths(directory: Path) -> list[Path]:
     """The files of batches in a run directory, in the order of steps."""
-    return sorted(directory.glob("rollouts-*.npz"), key=lambda path: int(path.stem.partition("-")[2]))
+    paths = [path for path in directory.glob("rollouts-*.npz") if _step_in(path).isdecimal()]
+    return sorted(paths, key=lambda path: int(_step_in(path)))
+
+
+def _step_in(path: Path) -> str:
+    return path.stem.partition("-")[2]
+
+
+def remove_after(directory: Path, step: int) -> None:
+    """Removes the batches of later steps, which a resumed run takes again."""
+    for path in recorded_paths(directory):
+        if int(_step_in(path)) > step:
+            with writing(path):
+                path.unlink()
 
 
 def write_batch(path: Path, batch: Chunk, computed: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
@@ -92,9 +109,18 @@ def write_batch(path: Path, batch: Chunk, computed: Mapping[str, np.ndarray] = M
 
 
 def read_batch(path: Path) -> Chunk:
-    """The pairs of a file."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file.items())
+    """The pairs of a file.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            arrays = dict(file.items())
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path} is damaged ({value_text(error)}). Remove it, and its batch is sampled again."
+        ) from None
     names = [name.removeprefix(_REWARDS) for name in arrays if name.startswith(_REWARDS)]
     scores = Scores(
         total=arrays["reward"],

@@ -25,7 +25,7 @@ from maxtext_lite.post_training.log_probabilities import Reference, make_log_pro
 from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.post_training.prompts import Prompt
-from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, write_batch
+from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, remove_after, write_batch
 from maxtext_lite.post_training.rewards import RewardError, Scores
 from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
 from maxtext_lite.post_training.rollout import TRAINING, Request
@@ -128,6 +128,8 @@ class RolloutSteps:
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
+        if run.is_first and not run.is_read_only:
+            remove_after(run.files.directory, counts.step)
 
     def _next_batch(self) -> RLBatch:
         """The batch of the stage of the next step."""
@@ -325,6 +327,7 @@ class RolloutSteps:
         needed = _ahead(num_chunks, sample, judge, beside=self.samples_beside)
         more = (judge(chunk, sample(chunk)) for chunk in range(num_chunks, most))
         for sampled, found in itertools.chain(needed, more):
+            phases.advance()
             scores = shared(found)
             for message in scores.messages:
                 self._say(f"reward: {message}")

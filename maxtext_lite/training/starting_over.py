@@ -27,7 +27,7 @@ READ_KEYS = (
 
 _WRITTEN = re.compile(
     r"config\.yml|(plan|environment|memory|goodput|trackers)\.json|(metrics|rollouts|timeline|excluded_rows)\.jsonl"
-    r"|reference\.npz|profile|stacks-\d+\.txt|tensorboard|wandb|checkpoints|hf|frozen|reference|rollout_weights"
+    r"|(reference|rollouts-\d+)\.npz|profile|stacks-\d+\.txt|tensorboard|wandb|checkpoints|hf|frozen|reference|rollout_weights"
     rf"|.*{re.escape(TEMPORARY)}"
 )
 """Names that runs write into their directory, other than the lease."""

@@ -11,11 +11,16 @@ import pytest
 from maxtext_lite.analysis import equiv
 from maxtext_lite.analysis.equiv import Split, compare_splits
 from maxtext_lite.analysis.replay import compared_fields
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.post_training.advantages import group_advantages
 from maxtext_lite.post_training.pairs import Chunk, Sampled
 from maxtext_lite.post_training.prompts import Prompt
-from maxtext_lite.post_training.recorded import path_of, read_batch, write_batch
+from maxtext_lite.post_training.recorded import (
+    path_of,
+    read_batch,
+    recorded_in,
+    write_batch,
+)
 from maxtext_lite.post_training.repeat import PROMPTS
 from maxtext_lite.post_training.rewards import Scores
 from maxtext_lite.post_training.rollout import Response
@@ -94,6 +99,15 @@ def test_a_recorded_batch_is_cut_to_what_is_compared(tmp_path):
     np.testing.assert_array_equal(first.advantages, want)
     np.testing.assert_array_equal(second.advantages, want)  # the only batch, again
     assert second.sampled.keys[8] == (0, 5, 0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"none"])
+def test_a_damaged_record_is_named(content, tmp_path):
+    path = path_of(tmp_path, 1)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=path.name):
+        recorded_in(tmp_path)
 
 
 @pytest.mark.fast

@@ -15,6 +15,7 @@ from maxtext_lite.post_training import rollout_steps
 from maxtext_lite.post_training.advantages import group_advantages
 from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.post_training.prompts import open_prompts
+from maxtext_lite.post_training.recorded import recorded_paths
 from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
 from maxtext_lite.post_training.rollout_steps import train_rl
@@ -151,6 +152,10 @@ def test_groups_of_equal_rewards_are_replaced_however_a_batch_is_split(
         shutil.rmtree(resumed / "checkpoints" / str(lost))
     train_rl(run("resumed", "micro_batch_size=16"))
     assert timeless(steps(resumed)) == timeless(whole)
+    assert [path.name for path in recorded_paths(resumed)] == [
+        "rollouts-1.npz",
+        "rollouts-3.npz",
+    ]
     found = replayed(
         tmp_path / "whole", 6, [], tolerance=None, with_rows=True, say=print
     )

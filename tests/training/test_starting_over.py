@@ -58,8 +58,9 @@ def test_a_run_starts_over_once_its_lease_is_held(
 
 def test_what_no_run_writes_stays_and_is_named(earlier, tmp_path, capsys):
     own = ("d.jsonl", "export/model.safetensors", "hf/model.safetensors")
-    written = """plan.json goodput.json rollouts.jsonl reference.npz stacks-1.txt tensorboard/e frozen/about/a
-        reference/checkpoints/0/a rollout_weights/0/model.safetensors checkpoints/unfinished-6/a a.json.1-f.partial"""
+    written = """plan.json goodput.json rollouts.jsonl rollouts-5.npz reference.npz stacks-1.txt tensorboard/e
+        frozen/about/a reference/checkpoints/0/a rollout_weights/0/model.safetensors checkpoints/unfinished-6/a
+        a.json.1-f.partial"""
     for name in (*own, *written.split()):
         (earlier / name).parent.mkdir(parents=True, exist_ok=True)
         (earlier / name).write_text("{}")
