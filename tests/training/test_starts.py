@@ -163,6 +163,16 @@ def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
         keep_batches(shared, [(0, 32)], 3)
 
 
+def test_a_resume_with_other_stages_says_so():
+    starts = []
+    for step, first in ((0, 4), (3, 8)):
+        words = [f"batch_schedule=[[0, {first}], [99, 16]]", "num_epochs=0", "steps=16"]
+        words += ["global_batch_size=0", "per_device_batch_size=16"]
+        _, plan, starts = start(starts, step, 4 * step, *words)
+    said = "the stages of the batch are [[0, 8], [99, 16]] instead of [[0, 4], [99, 16]] after step 3"
+    assert moved_batch(plan, starts, 3) == [said]
+
+
 def test_a_step_has_the_settings_of_the_start_that_took_it():
     own = ["excluded_rows=rows.jsonl", "learning_rate=0.1"]
     *_, starts = start([], 2, 8)
