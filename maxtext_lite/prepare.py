@@ -131,7 +131,7 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     print(
         f"{config.output}: {counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')} in "
         f"{counted(len(manifest.shards), 'shard')} of {sum(shard.bytes for shard in manifest.shards):,} bytes; "
-        f"{counted(outcome.empty, 'empty document')} left out, {counted(outcome.bad, 'bad line')}; fingerprint "
+        f"{counted(outcome.empty, 'empty document')} skipped, {counted(outcome.bad, 'bad line')}; fingerprint "
         f"{manifest.fingerprint[:16]}"
     )
 

@@ -147,7 +147,7 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
         print(f"the same command{' without overwrite=true' if config.starts_over else ''} resumes the run")
     if result.interrupted:
         return EXIT_STOPPED_BY_SIGNAL
-    if result.is_first_host:
+    if result.is_first_host and not result.was_complete:
         print(f"{counted(result.step, 'step')} done; run directory: {result.run_directory}")
     return 0
 

@@ -12,6 +12,7 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config.errors import (
     bytes_text,
+    counted,
     number_text,
     rounded_text,
     short_text,
@@ -48,6 +49,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         ).rstrip()
         for row in rows
     ]
+
+
+def split_text(per_device_batch_size: float | Fraction, num_devices: int, accumulation: int) -> str:
+    """`4 per device x 8 devices x 2 accumulation`."""
+    per_device = f"{float(per_device_batch_size):g} per device"
+    return f"{per_device} x {counted(num_devices, 'device')} x {accumulation} accumulation"
 
 
 def _count(number: int, noun: str) -> str:

@@ -201,7 +201,9 @@ def _read(file: Path) -> str:
 def _source(directory: Path | None) -> tuple[Path, str]:
     """The file of a directory's chat template, and the template."""
     if directory is None:
-        raise UserError("turns need a chat template: set chat_template to a file with one, or give texts.")
+        raise UserError(
+            "turns need a chat template: set chat_template to a file with one, or give plain texts instead of turns."
+        )
     if is_there(directory / "chat_template.jinja"):
         return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
     for file in (directory / CONFIG_FILE, directory / "chat_template.json"):
@@ -215,7 +217,10 @@ def _source(directory: Path | None) -> tuple[Path, str]:
             raise UserError(
                 f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default."
             )
-    raise UserError(f"{directory} has no chat template: set chat_template to a file with one, or give texts.")
+    raise UserError(
+        f"{directory} has no chat template: put a chat_template.jinja there, set the key chat_template to a file with "
+        "one, or give plain texts instead of turns."
+    )
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:

@@ -331,7 +331,7 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
         texts = list(read_documents(find_files("text", asked.text), scorer.encoder))
         scored = scorer.windows(texts, asked.stride or asked.max_length - 1, f"text={asked.text}")
         unscored = scorer.unscored(texts)
-        return perplexity(scored, texts, unscored) | {"unscored_first_tokens": len(unscored)}
+        return perplexity(scored, texts, unscored) | {"skipped_first_tokens": len(unscored)}
     pairs: list[tuple[str, str]] = []
     names: list[str] = []
     for number, question in enumerate(questions, 1):

@@ -345,7 +345,7 @@ class Renderer:
             if self._config.tokenizer_type == "sentencepiece":
                 raise UserError(
                     "tokenizer_type=sentencepiece does not know the special tokens of chat templates. "
-                    "Save the tokenizer as a tokenizer.json, or give texts."
+                    "Save the tokenizer as a tokenizer.json, or give plain texts instead of turns."
                 )
             if self._template is None:
                 self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)

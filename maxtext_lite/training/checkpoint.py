@@ -14,6 +14,7 @@ from jax import Array
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import batch_settings, decay, rate_multiplier, warm_up
+from maxtext_lite.batching.table import split_text
 from maxtext_lite.config import (
     Config,
     DataConfig,
@@ -156,10 +157,7 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
 
 
 def _split_text(split: Mapping[str, Any]) -> str:
-    accumulation = split["gradient_accumulation_steps"]
-    return (
-        f"{split['per_device_batch_size']:g} per device x {split['num_devices']} devices x {accumulation} accumulation"
-    )
+    return split_text(split["per_device_batch_size"], split["num_devices"], split["gradient_accumulation_steps"])
 
 
 def schedule_change_note(

@@ -14,6 +14,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
+from maxtext_lite.batching.table import split_text
 from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
@@ -105,11 +106,8 @@ class FeedSteps:
             log.say(f"compiled the train step of the next stage {built.how}, in the background")
         if len(plan.stages) > 1:
             rate = f"; learning_rate x {plan.stage_multiplier(stage):.4g}" if plan.scales_by_stage else ""
-            log.say(
-                f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
-                f"{float(stage.per_device_batch_size):g} per device x {plan.num_devices} devices x "
-                f"{stage.gradient_accumulation_steps} accumulation{rate}"
-            )
+            split = split_text(stage.per_device_batch_size, plan.num_devices, stage.gradient_accumulation_steps)
+            log.say(f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = {split}{rate}")
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
         """With local updates, also summarises the replicas, and synchronises them periodically."""

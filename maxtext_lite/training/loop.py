@@ -110,6 +110,7 @@ class RunResult:
       interrupted: a signal ended the run, or its last evaluation, after a checkpoint if enable_checkpointing is true.
       is_first_host: this process writes the run directory.
       state: the final TrainState, on the devices.
+      was_complete: there was nothing to do.
     """
 
     run_directory: Path
@@ -119,6 +120,7 @@ class RunResult:
     interrupted: bool
     is_first_host: bool
     state: TrainState
+    was_complete: bool = False
 
     def __str__(self) -> str:
         """Where the run is, how it ended and its losses, on three lines."""
@@ -224,7 +226,7 @@ def train_run(
         if counts.step == last_step and not is_evaluation_missing(run, counts.step, is_last=True):
             why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
             terminal.say(f"nothing to do: {run.directory} already has {counted(counts.step, 'step')}; {why}")
-            return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
+            return RunResult(run.directory, counts.step, None, None, False, run.is_first, state, was_complete=True)
         log_startup(run, counts, terminal.say)
         for hook in hooks:
             stack.callback(hook.close)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from maxtext_lite.batching import BatchPlan, format_plan
+from maxtext_lite.batching.table import split_text
 from maxtext_lite.config import describe, write_resolved
 from maxtext_lite.config.errors import counted, value_text, writing
 from maxtext_lite.config.registry import load_installed
@@ -65,13 +66,10 @@ def _model_text(run: TrainingRun) -> str:
 
 
 def _batch_text(plan: BatchPlan) -> str:
-    devices = "device" if plan.num_devices == 1 else "devices"
-    of = "at last of" if plan.rampup else "of"
-    return (
-        f"{plan.steps:,} steps {of} {plan.global_batch_to_train:,} {'pairs' if plan.rl else 'examples'} = "
-        f"{float(plan.per_device_batch_size):g} per device x {plan.num_devices:,} {devices} x "
-        f"{plan.gradient_accumulation_steps} accumulation"
-    )
+    of = ", the last of" if plan.rampup else " of"
+    examples = counted(plan.global_batch_to_train, "pair" if plan.rl else "example")
+    split = split_text(plan.per_device_batch_size, plan.num_devices, plan.gradient_accumulation_steps)
+    return f"{counted(plan.steps, 'step')}{of} {examples} = {split}"
 
 
 def _data_text(run: TrainingRun) -> str:

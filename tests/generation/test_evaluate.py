@@ -103,7 +103,7 @@ def test_perplexity_is_that_of_transformers_window_by_window(model, found):
         math.exp(nll / (len(tokens) - 1)), rel=1e-4
     )
     # The first letter, which nothing precedes, is not scored and does not count.
-    assert scores["unscored_first_tokens"] == 1
+    assert scores["skipped_first_tokens"] == 1
     assert scores["bits_per_byte"] == pytest.approx(
         nll / math.log(2) / (len(TEXT) - 1), rel=1e-4
     )

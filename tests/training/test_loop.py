@@ -87,7 +87,11 @@ def test_a_signal_breaks_off_an_evaluation_which_the_next_start_makes_up_for_and
     assert evaluation["eval_loss"] == ended.eval_loss < steps[0]["loss"]
     before = (ended.run_directory / "metrics.jsonl").read_text()
     again, said = run()
-    assert again.eval_loss is None
+    assert (again.eval_loss, again.was_complete, ended.was_complete) == (
+        None,
+        True,
+        False,
+    )
     assert "nothing to do" in said
     assert (ended.run_directory / "metrics.jsonl").read_text() == before
 
