@@ -126,7 +126,8 @@ class IndexPlace:
         for place in (self.beside, cache):
             if is_directory(place / name):
                 return _checked(place / name)
-        existing = next(place for place in (self.beside, *self.beside.parents) if is_directory(place))
+        places = (self.beside, *self.beside.parents)
+        existing = next(place for place in places if is_directory(place))
         index = (self.beside if os.access(existing, os.W_OK) else cache) / name
         with writing(index.parent):
             return make_directory(index, write)

@@ -42,7 +42,12 @@ def read_document(name: str, file: Path, encoder: TextEncoder) -> str:
     return text
 
 
-def text_of(where: str, entry: Entry, field: str, encoder: TextEncoder) -> str:
+def text_of(
+    where: str,
+    entry: Entry,
+    field: str,
+    encoder: TextEncoder,
+) -> str:
     """The text in a field of a line or row.
 
     Raises:

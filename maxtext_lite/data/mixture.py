@@ -104,7 +104,10 @@ class MixtureSchedule:
 
 
 def _segment(
-    live: Sequence[MixtureComponent], start: int, end: int, given: Mapping[str, int]
+    live: Sequence[MixtureComponent],
+    start: int,
+    end: int,
+    given: Mapping[str, int],
 ) -> tuple[MixtureSegment, MixtureComponent | None]:
     """The rows from `start` that these sources give, and the source whose limit ends them before `end`, if any."""
     rule = rule_of([Fraction(part.row_weight) for part in live])
@@ -234,7 +237,12 @@ class MixtureSource(ExampleSource):
         names = [self.parts[number].name for number in numbers.tolist()]
         return [*zip(names, rows.tolist(), strict=True)]
 
-    def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
+    def ids_of_run(
+        self,
+        first: int,
+        count: int,
+        seed: int,
+    ) -> np.ndarray:
         """The examples at these positions of the run, or of the held-out examples; int64."""
         if self.stream is None:
             return super().ids_of_run(first, count, seed)

@@ -61,7 +61,8 @@ def example_ids(
             for first_here in range(start, stop, _AT_A_TIME):
                 here = np.arange(first_here, min(first_here + _AT_A_TIME, stop), dtype=np.uint64)
                 at = done + first_here - start
-                ids[at : at + len(here)] = _shuffled(here, num_examples=num_examples, seed=epoch_key >> 32)
+                shuffled = _shuffled(here, num_examples=num_examples, seed=epoch_key >> 32)
+                ids[at : at + len(here)] = shuffled
         done += stop - start
     return ids
 

@@ -219,7 +219,13 @@ class RecordStream:
 
 # The hashes in a shard tell it from another of its name, so that a file that is replaced is opened again.
 @functools.lru_cache(maxsize=_MOST_RECORDS)
-def _record(directory: Path, shard: Shard, number: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
+def _record(
+    directory: Path,
+    shard: Shard,
+    number: int,
+    size: int,
+    dtype: np.dtype[Any],
+) -> np.ndarray:
     """A record of a shard whose records have `size` token ids, except the last."""
     file = directory / shard.file
     due = min(size, shard.tokens - number * size)

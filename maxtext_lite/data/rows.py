@@ -307,13 +307,15 @@ class BestFitRows(Rows):
 
     def count_targets_between(self, first: int, stop: int) -> int:
         """Target tokens of rows `first` to `stop - 1`."""
-        return int(self.slots_before[self.first_pieces[stop]] - self.slots_before[self.first_pieces[first]])
+        before = self.slots_before[self.first_pieces[first]]
+        return int(self.slots_before[self.first_pieces[stop]] - before)
 
 
 def empty_row(num_tokens: int) -> Arrays:
     """The arrays of FIELDS, all 0."""
     integers = np.zeros((len(FIELDS) - 1, num_tokens), np.int32)
-    return dict(zip(FIELDS, (*integers, np.zeros(num_tokens, np.float32)), strict=True))
+    weights = np.zeros(num_tokens, np.float32)
+    return dict(zip(FIELDS, (*integers, weights), strict=True))
 
 
 def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num_tokens: int) -> Arrays:
@@ -353,7 +355,8 @@ def _targets_between(
 ) -> np.ndarray:
     """Target tokens of each stretch of inputs: all except the last of each document."""
     next_starts = np.asarray(document_starts)[1:]
-    ended = next_starts.searchsorted(stop, side="right") - next_starts.searchsorted(start, side="right")
+    ended_before = next_starts.searchsorted(start, side="right")
+    ended = next_starts.searchsorted(stop, side="right") - ended_before
     return stop - start - ended
 
 
@@ -411,7 +414,12 @@ class FilledRows:
         return with_padding(slots, owners, len(rows), num_tokens)
 
 
-def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:
+def fill_rows(
+    lengths: np.ndarray,
+    num_tokens: int,
+    *,
+    packing: bool,
+) -> FilledRows:
     """Rows filled by "best fit": each sequence in turn joins the fullest row that has room for it, or opens a new row.
 
     Rows keep the order in which they were opened, so that the first rows contain the first sequences.
@@ -528,7 +536,8 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     longest = members[rows.starts[:-1]]
     keys = np.repeat(rest_starts[longest], np.diff(rows.starts))
     starts = np.concatenate([whole_starts, rest_starts[members]])
-    slots = np.concatenate([np.full(len(whole_starts), num_tokens), rest[members]])
+    whole_slots = np.full(len(whole_starts), num_tokens)
+    slots = np.concatenate([whole_slots, rest[members]])
     keys = np.concatenate([whole_starts, keys])
     order = np.lexsort((starts, keys))
     return starts[order], slots[order], keys[order]

@@ -104,7 +104,12 @@ class ExampleSource:
         """The sources of a mixture by name; any other source under an empty name."""
         return {"": self}
 
-    def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
+    def ids_of_run(
+        self,
+        first: int,
+        count: int,
+        seed: int,
+    ) -> np.ndarray:
         """The examples at positions `first` to `first + count - 1` of a run; int64."""
         return example_ids(first, count, num_examples=len(self), seed=seed)
 

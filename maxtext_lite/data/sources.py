@@ -333,7 +333,12 @@ def open_text(
     return open_rows(config, text, f"{key}={path!r} has no text: every document in it is empty.", eval_fraction)
 
 
-def open_rows(config: DataConfig, text: TokenizedDocuments, nothing: str, eval_fraction: float) -> Opened:
+def open_rows(
+    config: DataConfig,
+    text: TokenizedDocuments,
+    nothing: str,
+    eval_fraction: float,
+) -> Opened:
     """The rows of tokenized documents, of which the last are held out.
 
     Args:

@@ -275,7 +275,11 @@ def read_entries(
             yield f"{name}:{number}", line
 
 
-def object_of(where: str, entry: Entry, wanted: str) -> dict[str, Any]:
+def object_of(
+    where: str,
+    entry: Entry,
+    wanted: str,
+) -> dict[str, Any]:
     """The values of a line or row by name.
 
     Args:
@@ -291,7 +295,12 @@ def object_of(where: str, entry: Entry, wanted: str) -> dict[str, Any]:
         raise UserError(f"{where} has a value that cannot be read ({error}).") from error
 
 
-def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(
+    name: str,
+    file: pathlib.Path,
+    *,
+    wanted: str,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The values of each line or row of a file by name, after its place; arguments and errors as of `object_of`."""
     for where, entry in read_entries(name, file):
         yield where, object_of(where, entry, wanted)

@@ -105,7 +105,12 @@ class Tokenizer(Protocol):
         """`encode` of each text, with the characters that each token represents."""
         ...
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """The text; special tokens contribute none, or their own."""
         ...
 
@@ -179,7 +184,12 @@ class ByteTokenizer(Tokenizer):
             placed.append(PlacedTokens(token_ids, starts, starts + 1))
         return placed
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         content = bytes(int(i) for i in token_ids if i < 256)
         return content.decode("utf-8", errors="replace")

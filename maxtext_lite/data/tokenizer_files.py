@@ -251,7 +251,12 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [_placed(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """The text; special tokens contribute none, or their own, and ids outside the vocabulary none."""
         ids = [int(i) for i in token_ids if i < self.vocab_size]
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -305,7 +310,12 @@ class SentencePieceTokenizer(Tokenizer):
         found = [self._processor.encode(text, return_type="offset_mapping") for text in texts]
         return [_placed(each["ids"], each["offsets"]) for each in found]
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
         ids = [int(i) for i in token_ids if i < self.vocab_size]
         return self._processor.decode(ids)
