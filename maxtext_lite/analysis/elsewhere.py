@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.batching import batch_settings, keep_batches
+from maxtext_lite.batching import batch_settings, has_same_batch_keys, keep_batches
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
@@ -165,7 +165,7 @@ def kept_settings(run: Path, config: Config, num_devices: int) -> list[str]:
     None where the config has them as it is, or a batch key has changed since the newest checkpoint.
     """
     start = (_newest_about(run).get("starts") or [{}])[-1]
-    if config.on_resume_batch == "config" or start.get("stated") != batch_settings(config):
+    if config.on_resume_batch == "config" or not has_same_batch_keys(start, batch_settings(config)):
         return []
     batches = [(threshold, examples) for threshold, examples in start["batches"]]
     kept = keep_batches(config, batches, num_devices)

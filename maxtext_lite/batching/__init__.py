@@ -27,6 +27,7 @@ from maxtext_lite.batching.schedule import (
     RampupBatchManager,
     RunLength,
     batch_settings,
+    has_same_batch_keys,
     keep_batches,
 )
 from maxtext_lite.batching.table import format_plan
@@ -48,6 +49,7 @@ __all__ = [
     "flops_of_documents",
     "flops_per_example",
     "format_plan",
+    "has_same_batch_keys",
     "keep_batches",
     "load_plan",
     "make_plan",

@@ -242,6 +242,12 @@ def batch_settings(config: BatchConfig) -> dict[str, str]:
     return {key: setting_text(getattr(config, key)) for key in GLOBAL_BATCH_KEYS}
 
 
+def has_same_batch_keys(start: Mapping[str, Any], stated: Mapping[str, str]) -> bool:
+    """Whether these batch keys are as the user stated them at a start of a run, or as its config.yml has them."""
+    settings = start.get("settings", {})
+    return stated in (start.get("stated"), {key: settings.get(key) for key in GLOBAL_BATCH_KEYS})
+
+
 def keep_batches(config: Config, batches: Sequence[tuple[int, int]], num_devices: int) -> Config:
     """The config that has these global batches on other devices; the same one where it has them as it is.
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.batching.schedule import batch_settings, decay, rate_multiplier, warm_up
+from maxtext_lite.batching.schedule import batch_settings, decay, has_same_batch_keys, rate_multiplier, warm_up
 from maxtext_lite.batching.table import split_text
 from maxtext_lite.config import (
     Config,
@@ -87,17 +87,20 @@ def append_restart(
       stated: the user's `batch_settings`; None: those of the config.
     """
     path = config.load_parameters_path
+    history = [dict(start) for start in before]
+    stated = stated or batch_settings(config)
+    if history and has_same_batch_keys(history[-1], stated):
+        stated = history[-1].get("stated", stated)
     now = {
         "step": step,
         "end": list(plan.length.end_after(step, examples_seen)),
         "batch": plan.global_batch_to_train,
         "batches": [[stage.threshold, stage.global_batch_to_train] for stage in plan.stages],
         "split": plan.split,
-        "stated": dict(stated or batch_settings(config)),
+        "stated": dict(stated),
         "settings": {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS},
         "parameters": path and str(absolute(original(path, "load_parameters_path"))),
     }
-    history = [dict(start) for start in before]
     if history and history[-1] | {"step": step} == now:
         return history
     return [*history, now]

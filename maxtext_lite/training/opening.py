@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, Topology, keep_batches, make_plan, plan_batch
+from maxtext_lite.batching import BatchPlan, Topology, has_same_batch_keys, keep_batches, make_plan, plan_batch
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError, registry
 from maxtext_lite.config.errors import Refusal, settings_of
@@ -86,7 +86,7 @@ def keep_batch(config: Config, stated: Mapping[str, str]) -> Config:
     if config.on_resume_batch == "config" or config.starts_over or not has_checkpoints(run_directory(config)):
         return config
     start = newest_start(run_directory(config))
-    if start is None or start.get("stated") != stated:
+    if start is None or not has_same_batch_keys(start, stated):
         return config
     batches = [(threshold, examples) for threshold, examples in start["batches"]]
     kept = keep_batches(config, batches, len(start_devices()))

@@ -156,6 +156,9 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
 
 
 @pytest.mark.parametrize(
+    "of", ["stated", "settings"]
+)  # the user's keys, or the run's config.yml
+@pytest.mark.parametrize(
     ("words", "devices", "kept"),
     [
         # 32 = 4 x 4 x 2; on 3 devices the most up to 12 examples in a micro-batch is 8.
@@ -166,10 +169,10 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
     ],
 )
 def test_a_plan_elsewhere_keeps_the_batch_as_a_resume_does(
-    tmp_path, words, devices, kept
+    tmp_path, of, words, devices, kept
 ):
     keys = ["per_device_batch_size=4", "gradient_accumulation_steps=2"]
-    start = {"stated": batch_settings(load_config(None, keys)), "batches": [[0, 32]]}
+    start = {of: batch_settings(load_config(None, keys)), "batches": [[0, 32]]}
     about = tmp_path / "checkpoints" / "3" / "about"
     about.mkdir(parents=True)
     (about / "metadata").write_text(

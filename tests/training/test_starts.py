@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.batching import keep_batches, make_plan
+from maxtext_lite.batching import batch_settings, keep_batches, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import (
     append_restart,
@@ -145,11 +145,14 @@ def test_a_resume_that_changes_the_batch_says_from_what_to_what_and_why(
 def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
     config = load_config(None, ["per_device_batch_size=4"])
     starts = []
-    for step, devices in ((0, 8), (3, 6)):
+    stated = batch_settings(config)
+    for step, devices in ((0, 8), (3, 6), (5, 4)):
         kept = keep_batches(config, [(0, 32)], devices)
         plan = make_plan(kept.model_copy(update=DATA_MESH), num_devices=devices)
-        starts = append_restart(starts, kept, plan, step, 32 * step)
-    (said,) = moved_batch(plan, starts, 3)
+        starts = append_restart(starts, kept, plan, step, 32 * step, stated)
+        stated = batch_settings(kept)  # from now on the run's config.yml is resumed
+    assert [each["stated"] for each in starts] == 3 * [batch_settings(config)]
+    (said,) = moved_batch(plan, starts[:2], 3)
     assert said == (
         "global_batch_to_train stays 32 = 2.66667 per device x 6 devices x 2 accumulation instead of 4 per device x "
         "8 devices x 1 accumulation"
