@@ -429,7 +429,8 @@ def resolve(config: Config, topology: Topology, num_examples: int | None = None)
     axes = mesh or stated_axes(config)
     replicas = legal(_diloco_replicas(config, axes.total["data"]))
     broken.extend(scaling_violations(config, batch))
-    broken.extend(model_violations(config, axes, num_devices))
+    refused = {refusal.key for refusal in broken}  # the nearest sizes of a mesh axis suit the model too
+    broken.extend(refusal for refusal in model_violations(config, axes, num_devices) if refusal.key not in refused)
     broken.extend(context_violations(config, axes.total["context"]))
     broken.extend(pipeline_violations(config, axes.total["stage"], axes.total["context"]))
     if broken or not (mesh and batch and readers and length):

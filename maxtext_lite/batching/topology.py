@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxtext_lite.config import Config, MeshConfig
-from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.config.errors import Refusal, counted, value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.nearest import Number, around, divisors, divisors_around
 
@@ -86,7 +86,7 @@ def resolve_mesh(config: Config, num_devices: int) -> MeshSizes | Refusal:
         return Refusal(open_keys[-1], message, tuple(divisors_around(num_devices, 0)))
     if open_keys and num_devices % product:
         key = max(fixed, key=lambda key: num_devices % fixed[key] != 0)
-        message = f"{product_text} does not divide the {num_devices} devices, which {open_keys[0]}=-1 fills."
+        message = f"{product_text} does not divide the {counted(num_devices, 'device')}, which {open_keys[0]}=-1 fills."
         return Refusal(key, message, tuple(mesh_changes(config, num_devices, key, fixed[key])))
     if not open_keys and product != num_devices:
         key = list(fixed)[-1] if fixed else _FSDP
