@@ -200,7 +200,8 @@ def sum_over_replicas(
     if parts.local:
         gradients = _constrain_accumulator(parts, sums.gradients)
     else:
-        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0), sums)
+        # With a dtype: jnp.sum would otherwise widen bfloat16, and float32 would cross the network.
+        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0, dtype=x_R.dtype), sums)
         # With ZeRO-1 each replica receives only its share.
         gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(parts))
     step = sums._replace(gradients=jax.tree.map(lambda g: g.astype(jnp.float32), gradients))

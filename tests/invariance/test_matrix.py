@@ -495,6 +495,21 @@ def test_gradients_cross_in_grad_dtype(reference, rows):
     )
 
 
+def test_the_sum_over_replicas_is_made_in_grad_dtype(rows):
+    """Of the program before it is partitioned: what a replica adds is what crosses the network."""
+    it = make_setup("grad_dtype=bfloat16", data=4)
+    function = functools.partial(step_gradients, it.parts)
+    with jax.set_mesh(it.mesh):
+        text = (
+            jax.jit(function).lower(it.abstract.params, it.batch(rows, 4, 4)).as_text()
+        )
+    for leaf in jax.tree.leaves(it.abstract.params):
+        shape = "x".join(map(str, leaf.shape))
+        for dtype, is_there in (("bf16", True), ("f32", False)):
+            summed = f"(tensor<4x{shape}x{dtype}>, tensor<{dtype}>) -> tensor<{shape}x{dtype}>"
+            assert (summed in text) == is_there, summed
+
+
 @pytest.mark.parametrize(
     ("replicas", "keys", "batch", "mesh"),
     [
