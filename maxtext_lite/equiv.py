@@ -1,4 +1,4 @@
-"""Check on simulated devices that splitting a config's batch differently changes nothing."""
+"""Check on simulated devices that splitting the batch of a config, or of a run directory, changes nothing."""
 
 import dataclasses
 import os
