@@ -169,7 +169,7 @@ class BatchPlan(Batch):
 
     @property
     def global_batch_to_load(self) -> int:
-        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
+        """Rows of one load over all hosts: batch x factor, rounded up. `micro_batch_slots` is what the devices hold."""
         return math.ceil(self.global_batch_to_train * self.expansion_factor_real_data)
 
     @property

@@ -60,7 +60,8 @@ class RowLayout:
 
     Attributes:
       sharding: sharding of a step's arrays.
-      slots_of_host: for each host, the row slots of every micro-batch that it reads; increasing and disjoint.
+      slots_of_host: for each host, the row slots of every micro-batch that it reads, empty ones on its own devices
+        included; increasing and disjoint.
       load_positions: for each filled slot, its row in the load array; None if there is no load array.
       load_rows: rows of the load array.
     """

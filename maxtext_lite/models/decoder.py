@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 
 def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
-    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
+    """The stream's `aux` after a layer that adds `more`.
+
+    EXPERT_COUNTS [B, L, E] is shifted by one layer, and this layer's counts are appended.
+    """
     return aux | {
         name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
         for name, x in more.items()
@@ -59,7 +62,7 @@ def _is_param(node: Any) -> bool:
     return isinstance(node, nnx.Param)
 
 
-Kinds = tuple[str, str | None]
+LayerKind = tuple[str, str | None]
 """The kind of a layer, and the name of its stack if there are several."""
 
 
@@ -76,8 +79,8 @@ def layer_of(stack: Tree, number: Array) -> Tree:
 
 
 def scan_pattern(
-    layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
-    kinds: tuple[Kinds, ...],
+    layer: Callable[[LayerKind, int | None, Tree, Tree], Tree],
+    kinds: tuple[LayerKind, ...],
     carry: Tree,
     stacks: dict[str | None, Tree],
 ) -> Tree:
@@ -130,8 +133,8 @@ def _length(stack: Tree) -> int:
 
 
 def _in_runs(
-    layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
-    kinds: list[Kinds],
+    layer: Callable[[LayerKind, int | None, Tree, Tree], Tree],
+    kinds: list[LayerKind],
     carry: Tree,
     stacks: dict[str | None, Tree],
 ) -> Tree:
@@ -408,7 +411,7 @@ class Decoder:
         path = "dense_layers" if first < shape.num_dense_layers else "layers"
         stacks: Tree = {None: layer_params} if path in shape.stacks else layer_params
 
-        def layer(kinds: Kinds, place: int | None, carry: Tree, entry: Tree) -> Tree:
+        def layer(kinds: LayerKind, place: int | None, carry: Tree, entry: Tree) -> Tree:
             kind, name = kinds
             # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.
             params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], entry)

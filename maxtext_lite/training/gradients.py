@@ -39,8 +39,9 @@ class StepGradients(NamedTuple):
       losses: means over what the objective counts.
       expert_counts: `Outputs.expert_counts`.
       counts: `target_tokens`, `examples` (rows with a token, by example), and the objective's divisor.
-      group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
-        count, W that of the step, and G its part of `gradients`; 0 in a step with one group.
+      group_squares: sum over groups of (W / w) x |G|^2; 0 in a step with one group. A group is one replica's part of
+        one micro-batch, w its count, W the step's count, and G = (w / W) x the group's mean gradient its part of
+        `gradients`.
       groups: groups with a count above 0, int32.
     """
 
@@ -216,7 +217,7 @@ def sum_over_replicas(
 
 
 def correct_expected(step: StepGradients, expected: Array, counted: Array) -> StepGradients:
-    """The gradients divided by what the step counted, in place of the expected count.
+    """The gradients divided by what the step counted, in place of the count that the objective expected.
 
     If the two are equal, nothing changes, to the bit.
     """

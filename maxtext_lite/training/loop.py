@@ -67,7 +67,7 @@ class StepSource(Protocol):
         ...
 
     def unfinished(self, step: int) -> dict[str, jax.Array] | None:
-        """The batch that further steps will train on, for the checkpoint after this step; None: no such batch."""
+        """A batch already sampled that later steps still train on, for the checkpoint after this step; or None."""
         ...
 
     def close(self) -> None:
@@ -300,7 +300,7 @@ class _Loop:
         return self._result(state)
 
     def _evaluate_first(self, state: TrainState) -> None:
-        """Evaluates the untrained model, or makes up for an evaluation before which the previous process stopped."""
+        """Evaluates the untrained model, or runs the evaluation that was due when the previous process stopped."""
         step = self.log.counts.step
         if not self.evaluates:
             return

@@ -33,7 +33,9 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class LossSums(NamedTuple):
-    """Float32 sums of the weighted losses of tokens, pairs or responses.
+    """Float32 sums of loss x weight over tokens, pairs or responses.
+
+    In a train step every weight includes 1 / the step's divisor, so the sum over all micro-batches is the mean.
 
     Attributes:
       z_loss: of the squared log-partition, before its multiplier.

@@ -45,10 +45,10 @@ def make_train_step(parts: StepContext, schedule: Schedule) -> Wrapped:
     optimizer state and schedule stay as they are. So is every step after one that ends the run (`TrainState`).
 
     Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (of the trained
-    parameters, after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where they apply,
-    z_loss, loss_scale and the objective's own. With local updates each is [R]: replicas skip on their own, and nothing
-    crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too; the caller puts
-    its summary into the state.
+    parameters, after the update), learning_rate, skipped, groups and group_squares (for the noise scale) and, where
+    they apply, z_loss, loss_scale and the objective's own. With local updates each is [R]: replicas skip on their own,
+    and nothing crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too, which
+    the caller reduces over the replicas and stores in the state.
     """
 
     def train_step(
@@ -146,8 +146,8 @@ def _update_replica(
 def _gathers_in_place(mesh: Mesh) -> bool:
     """Whether an all-gather writes straight into a donated array.
 
-    On a TPU, XLA copies the array before the step and the gathered values after it, unless the result is computed from
-    those values.
+    On a TPU, XLA would copy the donated array before the gather and the gathered values after it. There the values are
+    gathered first and `choose` makes the result from them.
     """
     return mesh.devices.flat[0].platform != "tpu"
 
