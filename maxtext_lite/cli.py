@@ -280,7 +280,7 @@ def parse_keys(
 
 
 def _plain(text: str) -> object:
-    """The YAML value of a text; for a text of which YAML drops a part, such as `x #1`, the whole of it."""
+    """The YAML value of a text; the text itself if YAML would drop a part of it, as from `x #1`."""
     value = parse_value(text)
     is_part = isinstance(value.value, str) and value.text != text.strip() and text[0] not in "'\""
     return text if is_part else value.value

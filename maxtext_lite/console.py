@@ -87,7 +87,7 @@ class CommandSignals:
     def reset(self) -> None:
         """Makes a signal end the process as before the first `ask`: another run begins, with nothing to save yet.
 
-        Ends it now if the run before was asked to stop and failed before it did.
+        Ends it now if the previous run was asked to stop and failed first.
         """
         self._ask = None
         if self._asked:
@@ -263,7 +263,7 @@ _unneeded: list[Future[Any]] = []
 
 
 def abandon(work: Iterable[Future[Any]]) -> None:
-    """Notes that nobody will ask for the results of this work, so that `leave` does not wait for it."""
+    """Marks work whose results nobody needs: `leave` does not wait for it."""
     _unneeded.extend(each for each in work if not each.done())
 
 

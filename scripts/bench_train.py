@@ -221,7 +221,7 @@ SUBJECTS = {"ours": ours, "plain": plain, "torch": torch_peer}
 
 
 def loop_seconds(work: Workload, dtype: str, steps: int) -> list[float]:
-    """Seconds of each step of the whole training loop, from its own metrics; the first few are left out."""
+    """Seconds of each step of the whole training loop, from its own metrics, without the first few."""
     from maxtext_lite.config import load_config
     from maxtext_lite.training import train
 

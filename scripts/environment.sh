@@ -22,7 +22,7 @@ fail() {
 run_and_forward_signals() {
   local child exit_code=0 again signalled=1
   interrupted=
-  set -m # its own process group, so that Ctrl-C reaches it once, through us
+  set -m # its own process group: Ctrl-C reaches it once, through us
   "$@" &
   child=$!
   set +m

@@ -223,7 +223,7 @@ def _copy_lines(source: BinaryIO, target: int, prefix: bytes, lock: threading.Lo
 def start(
     command: Sequence[str], environments: Sequence[Mapping[str, str]], started: Callable[[int], None]
 ) -> list[_Process]:
-    """Starts the command in each environment; `started` is told each process id.
+    """Starts the command in each environment, and calls `started` with each process id.
 
     Raises:
       OSError: the command cannot be started; none of it runs then.

@@ -67,7 +67,7 @@ watch)
   export PYTHONUNBUFFERED=1
   # shellcheck disable=SC2016  # $$ is the number of the process that becomes Python
   bash -c 'echo "$$" >"$0"; exec "$@"' "$run/child" "$MAXTEXT_LITE_VENV/bin/python" -m "$@" || code=$?
-  echo "$code" >"$run/exit_code.new" # renamed into place, so that it is never seen half-written
+  echo "$code" >"$run/exit_code.new" # renamed into place: it is never seen half-written
   mv "$run/exit_code.new" "$run/exit_code"
   ;;
 follow)

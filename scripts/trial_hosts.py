@@ -73,7 +73,7 @@ def elastic(folder: Path, names: list[str]) -> list[str]:
             moved.start(processes, devices)
             while moved.runs and moved.last_line.get("step", 0) < until:
                 time.sleep(0.05)
-            time.sleep(0.3)  # its line stands a moment before a signal is a request to save
+            time.sleep(0.3)  # its line appears a moment before a signal becomes a request to save
             for process in moved.processes if number < len(STAGES) else ():
                 process.send_signal(signal.SIGTERM)
             codes.append(moved.end())

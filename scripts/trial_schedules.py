@@ -366,7 +366,7 @@ def check_move(move: Move) -> list[str]:
 
 
 def check_resume(move: Move, folder: Path) -> list[str]:
-    """What is wrong with a run that resumes after the move: its steps are those of one that has stayed."""
+    """What is wrong with a run that resumes after the move: it must take the steps of one that has stayed."""
     words = [*move.words, "dataset_type=synthetic", "matmul_precision=highest", f"base_output_directory={folder}"]
     words += ["eval_interval=-1", "checkpoint_period=4", "max_num_checkpoints_to_keep=9", "steps=6"]
     _train(folder, [*words, "run_name=stayed"], move.before)

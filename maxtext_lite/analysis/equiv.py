@@ -360,7 +360,7 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
     class End(Callback):
         """Ends a run after its first step."""
 
-        wants_state = True  # so that no second one is under way
+        wants_state = True  # the second step is then not dispatched yet
 
         def after_step(self, step: int, record: Any, state: Any) -> bool:
             return step == 1
@@ -373,7 +373,7 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
                 if run.restarts:
                     train([End()])
                 train([])
-        except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
+        except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others continue
             (directory / run.name).mkdir(parents=True, exist_ok=True)
             (directory / run.name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
         ended.send(run.name)

@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def flops(self) -> float:
-        """C = 6 N D, the compute in terms of which the laws are stated."""
+        """C = 6 N D, the compute that the laws are stated in."""
         return 6 * self.parameters * self.tokens
 
 

@@ -211,7 +211,7 @@ class LayerOnDevice:
 
         These are its kernel's inputs and outputs with log-partitions in float32, the inputs of the norms of queries and
         keys, and latent vectors before and after their norms. On a TPU the kernel's heads fill whole tiles, the context
-        is kept a second time as the next matmul takes it, and the kernel's keys and values are those of all shards.
+        is kept a second time as the next matmul takes it, and the kernel takes the keys and values of all shards.
         """
         config = self.config
         if (kind := layer_kind(self.mixer)) is not None:

@@ -186,7 +186,7 @@ def _plan(
 def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
     """Lowers and compiles the train step for these devices, which need not be attached; allocates nothing.
 
-    The schedule's constants are those of a run of `plan.steps` steps; the data are not read.
+    The schedule's constants assume a run of `plan.steps` steps; the data are not read.
 
     Raises:
       UserError: the config requires a kernel that does not run on these devices.

@@ -139,7 +139,7 @@ def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
 def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any, bool]]:
     """The metrics that two lines of metrics.jsonl should share, causes first: both values, and whether they agree.
 
-    A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
+    A value is None where its line lacks it. `tolerance` is as in `compare_metrics`.
     """
     flat, other = dict(_flat(first)), dict(_flat(second))
     fields: dict[str, tuple[Any, Any, bool]] = {}
@@ -470,9 +470,9 @@ def _compared(
 
 
 def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, RestartHistory]:
-    """The config with which a run took a step, with the given directory as its run directory, wherever it was written.
+    """The config that a run used for a step, and the run's restarts. The config's run directory is the given one.
 
-    config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed, also returned.
+    config.yml has the newest start's config; the newest checkpoint lists earlier ones that differed.
     """
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")

@@ -15,9 +15,10 @@ from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:
-    """Rows `first` to `stop - 1` of a run's training data, in the order of the data, a line of JSON each.
+    """Yields rows `first` to `stop - 1` of a run's training data as JSON lines, in the order of the data.
 
-    A pair of DPO is two lines: the chosen row, then the rejected one. What the data leave out is said on stderr.
+    A pair of DPO is two lines: the chosen row, then the rejected one. The data's notes, such as on what they drop, are
+    printed to stderr.
 
     Raises:
       UserError: the data cannot be read, or have no row `first`.

@@ -359,10 +359,10 @@ class StepModel:
         return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
 
     def bound(self, examples: int) -> float:
-        """Seconds that no step of these examples is below, however it is split into micro-batches and pieces.
+        """A lower bound on the seconds of a step of these examples, for any split into micro-batches and pieces.
 
-        They are those of one micro-batch in one piece, whose loss has one tile. Memory counts only where a chip has no
-        room of its own, because smaller arrays would be read from there.
+        It is the time of one micro-batch in one piece, with a loss in one tile. Memory traffic counts only on devices
+        without on-chip memory, from which smaller arrays would be read.
         """
         model = copy.copy(self)
         if self._device.on_chip_bytes:

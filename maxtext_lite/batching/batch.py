@@ -185,7 +185,7 @@ def _token_violation(config: Config, num_devices: int) -> Refusal | None:
 
 
 def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
-    """The batch as far as the config states it, so that the rules about it can still be checked."""
+    """The batch as far as the config states it, for rules that can still be checked."""
     per_device = config.per_device_batch_size
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None

@@ -51,7 +51,7 @@ class MemoryEstimate:
     """Bytes per device while a step runs.
 
     Attributes:
-      lines: what is held; lines of 0 bytes are left out. Empty where nothing that estimates it is installed.
+      lines: what is held; lines of 0 bytes are dropped. Empty where no estimator is installed.
       limit: memory of the device, where known.
       offloaded: bytes in the host's pinned memory, which are not part of the total.
     """

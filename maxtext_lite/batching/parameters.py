@@ -139,7 +139,7 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
     """Pieces in which a device computes its logits.
 
     These are `num_vocab_tiling`, or for -1 the fewest whose float32 logits take at most half a GiB, a 32nd of the
-    memory of the smallest accelerator. The device at hand has no say, so that another one computes the same.
+    memory of the smallest accelerator. The device at hand does not matter: any other computes the same.
 
     Args:
       rows: rows of a device.

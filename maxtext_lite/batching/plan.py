@@ -377,7 +377,7 @@ def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> i
 
 
 def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_microbatches: int) -> int:
-    """Slots for `examples` rows, so that all shards, hosts and pipeline microbatches have equally many."""
+    """Slots for `examples` rows, equally many for each shard, host and pipeline microbatch."""
     pieces = num_pipeline_microbatches
     unit = math.lcm(layout_shards, num_hosts // math.gcd(num_hosts, pieces))
     return pieces * unit * -(-examples // (pieces * unit))
@@ -627,7 +627,7 @@ def load_plan(
     device_memory_gb: float | None = None,
     platform: Platform | Accelerator = "gpu",
 ) -> tuple[Config, BatchPlan]:
-    """`load_config` and `make_plan` in one, so that the problems of both are reported together.
+    """Loads a config and makes its plan, and reports the problems of both together.
 
     Args:
       num_examples: training examples in the data, or a function that counts them. It is called only if num_epochs needs

@@ -137,7 +137,7 @@ def fetch(directory: str | Path, to: Path, but: tuple[str, ...] = _WEIGHTS) -> N
     """Copies the files directly in a bucket's directory and in its hf/, not those further below.
 
     Args:
-      but: endings of the names of files to leave out.
+      but: endings of the names of files to skip.
 
     Raises:
       OSError: they cannot be read.
@@ -178,7 +178,7 @@ def local_copy(path: str | Path, key: str) -> Path:
 
 
 def original(path: str | Path, key: str) -> Path:
-    """The path of which this is the `local_copy`; any other path as it is."""
+    """The path that this is the `local_copy` of; any other path unchanged."""
     return any_path(next((url for url, copy in _copies.items() if copy == Path(path)), path), key)
 
 

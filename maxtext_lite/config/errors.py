@@ -129,7 +129,7 @@ def sanitize_for_terminal(problem: str) -> str:
 
 
 def install_text(extra: str) -> str:
-    """The command that installs an extra, for a message; the package is on no index, so that only a clone has it."""
+    """The command that installs an extra, for a message: from a clone, because no index has the package."""
     return f"pip install -e '.[{extra}]' in your clone"
 
 

@@ -348,8 +348,8 @@ def exchanged_rows(
 
     Gathering moves (n - 1) x num_tokens tokens of width D to each device and scatters their float32 sums back:
     element_bytes + 4 bytes per element. An exchange moves one row for each choice of an expert, both ways in
-    element_bytes; a round has room for `ROOM` times each device's even share. Rounds go on until the longest queue is
-    empty: one round if the choices are even, and at most one round more than the rows of gathering.
+    element_bytes; a round has room for `ROOM` times each device's even share. Rounds continue until the longest queue
+    is empty: one round if the choices are even, and at most one round more than the rows of gathering.
 
     Args:
       num_tokens: of one device.

@@ -514,7 +514,7 @@ PRETRAIN = ObjectiveKind("maxtext_lite.training.objective:next_token", "text")
 
 @cache
 def source_kind(dataset_type: str) -> SourceKind:
-    """What a value of `dataset_type` stands for.
+    """The kind of source that a value of `dataset_type` names.
 
     Raises:
       NotInstalled: it is in a part of the library that is absent.
@@ -548,7 +548,8 @@ def objective_name(objective: str, dataset_type: str) -> str:
 
 @cache
 def objective_kind(name: str) -> ObjectiveKind:
-    """What a value of `objective` other than auto stands for. Raises NotInstalled as `source_kind` does."""
+    """The kind of objective that a value of `objective` other than auto names. Raises NotInstalled as `source_kind`
+    does."""
     return load("objective", name)
 
 

@@ -109,7 +109,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 
 
 class NotInstalled(UserError):
-    """What a name stands for is in a part of the library, or a package, that is absent."""
+    """The object of a name is in a part of the library, or in a package, that is absent."""
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def is_installed(kind: str, name: str) -> bool:
 
 
 def load(kind: str, name: str) -> Any:
-    """The object that a name stands for.
+    """The object registered under a name.
 
     Raises:
       KeyError: no table has the name.

@@ -291,7 +291,7 @@ Count = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 AtLeastTwo = Annotated[int, Field(ge=2, le=_LARGEST_COUNT)]
 """An integer of at least 2."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
-"""A number of layers, of which the plan has a list."""
+"""A number of layers; the plan lists them."""
 LayersOrZero = Annotated[int, Field(ge=0, le=10_000)]
 """A number of layers, or 0."""
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]

@@ -62,7 +62,7 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
-    """The number of a matrix's first dims that a matmul sums over; its other dims are those of the result.
+    """How many of a matrix's first dims a matmul sums over; the result has the other dims.
 
     Args:
       axes: of one layer's matrix, or of one expert's.
@@ -143,7 +143,7 @@ class ExpertSizes:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes and options of a model that determine its weights; the defaults are those of Llama.
+    """The sizes and options of a model that determine its weights; the defaults are Llama's.
 
     Attributes:
       norm: RMSNorm or LayerNorm; times scale or 1 + scale, with or without a bias, or without weights.
@@ -391,11 +391,11 @@ def _latent_attention_weights(shape: ModelShape, widths: Mla) -> WeightTable:
 
 
 class Layer:
-    """A kind of layer that has something else in attention's place, such as a recurrence. Imports no jax.
+    """A kind of layer with something other than attention, such as a recurrence. Imports no jax.
 
     A package adds one through an entry point `maxtext_lite.layer`, an instance of a subclass, whose name layer_pattern
     may then have. Its weights are in the parameters where attention's are, and decide sharding, optimizer state and
-    checkpoints, and the matmuls' part of FLOPs. Elements are those of a token, and are split over tensor.
+    checkpoints, and the matmuls' part of FLOPs. Elements are counted per token, and are split over tensor.
 
     Attributes:
       module: `module:attribute` of the half with jax, a `models.layers.Mixer`.

@@ -1,6 +1,6 @@
 """Examples in a fixed order, read by Grain and laid out for the devices: sources, tokenizer, packing, order, feed.
 
-The names here need no jax, so that `plan` does not; `feed` and `sources_on_hosts` import it.
+The names here need no jax, so neither does `plan`; `feed` and `sources_on_hosts` import it.
 """
 
 from maxtext_lite.data.order import example_ids, examples_hash

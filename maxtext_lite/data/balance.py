@@ -1,7 +1,7 @@
 """The assignment of a step's rows to shards that makes attention cost all shards the same.
 
 The cost of a row follows from the lengths of its documents. Shards wait for each other in every *turn*: one pipeline
-microbatch of a micro-batch, of which each shard has some rows. So the rows of a step are first divided among its turns,
+microbatch of a micro-batch, in which each shard has some rows. So the rows of a step are first divided among its turns,
 rows of similar cost into the same turn, and then within each turn among the shards.
 """
 
@@ -123,7 +123,7 @@ def assign_rows(
 def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
     """The turn of each row, in the order of falling cost: as many rows as there are shards for each turn in succession.
 
-    Each round over the turns goes in the opposite direction to the last, so that turns differ little too.
+    Each round over the turns reverses the direction of the last, which keeps the turns' costs close too.
     """
     by_turn = np.sort(turns, kind="stable")
     counts = np.unique(turns, return_counts=True)[1]

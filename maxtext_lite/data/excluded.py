@@ -1,4 +1,4 @@
-"""Rows that a run leaves out: their list in JSON lines, and the ids of their examples. Imports no jax."""
+"""Rows that a run excludes: their list in JSON lines, and the ids of their examples. Imports no jax."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from maxtext_lite.data.text_files import json_lines, json_object
 
 
 class ExcludedRow(BaseModel):
-    """A row left out of a run from some position on, in every epoch: its slot of the step is empty.
+    """A row excluded from a run from some position on, in every epoch: its slot in the step is empty.
 
     Attributes:
       row: its number in its source.
@@ -84,7 +84,7 @@ def excluded_ids(
     rows: Sequence[ExcludedRow],
     key: str = "",
 ) -> Mapping[int, int]:
-    """The ids of rows in a source, each with the position of the run from which it is left out.
+    """The ids of rows in a source, each with the position of the run from which it is excluded.
 
     Args:
       key: the key that names their file, if all of them must be found; "": rows of other sources are ignored.

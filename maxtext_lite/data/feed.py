@@ -53,7 +53,7 @@ class UnreadError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Where the rows of a batch [A, B, T] or [B, T] are read. B counts row slots, the first of which have examples.
+    """Where the rows of a batch [A, B, T] or [B, T] are read. B counts row slots; the first ones have examples.
 
     Either every host reads the rows of its own devices, or the hosts that read put rows anywhere into a larger load
     array, from which `reshard` moves them to the devices that need them.
@@ -346,8 +346,8 @@ def training_batches(
       balance: assigns a step's rows to shards; None: rows stay in the order of the run.
       excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
-      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is that of the
-      stage; A the largest of the stages with this B, whose later micro-batches are empty.
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the largest
+      of the stages with this B, and micro-batches beyond the stage's own are empty.
     """
     parts: list[tuple[HostReads, RowLayout]] = []
     host = jax.process_index()
@@ -413,7 +413,7 @@ def evaluation_batches(
 class BatchIterator(Iterator[DeviceBatch]):
     """Keeps one batch transferred ahead of the one that `next` returned.
 
-    Reading starts with the iterator, so that it overlaps compilation.
+    Reading starts with the iterator, and so overlaps compilation.
     """
 
     def __init__(self, parts: Sequence[tuple[HostReads, RowLayout]], *, worker_count: int) -> None:

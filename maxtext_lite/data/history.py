@@ -44,7 +44,7 @@ class Mixture:
 
     Attributes:
       examples_seen: examples of the run before the mixture's first row; `tokens_seen`: their target tokens.
-      parts: in the order of fingerprints, so that the order of sources in a config does not matter.
+      parts: sorted by fingerprint; the order of sources in a config does not matter.
     """
 
     examples_seen: int
@@ -178,7 +178,7 @@ def mixture_sentences(
     first: int,
     end: int,
 ) -> list[str]:
-    """The `shares` of a source for people, with the sources that the run leaves out, or the one that ends it."""
+    """The `shares` of a source for people, with the sources that the run drops, or the one that ends it."""
     sentences = [
         f"source {row['name']}: {row['examples']:,} examples, {row['target_tokens']:,} target tokens; {row['rows']:,} "
         f"rows to be read, {row['token_share']:.4%} of the tokens; {rounded_text(row['epochs'])} epochs in the "

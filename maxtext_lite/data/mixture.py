@@ -25,7 +25,7 @@ NO_END = sys.maxsize
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSegment:
-    """Rows mixed by one rule: from the first row of a mixture, or from where a source was left out.
+    """Rows mixed by one rule: from the first row of a mixture, or from where a source dropped out.
 
     Attributes:
       first: position in the run of the first row; `stop`: that after the last row, or NO_END.
@@ -48,13 +48,13 @@ class MixtureSegment:
 class MixtureSchedule:
     """Which source gives each row of a run, according to its history. Picklable and immutable.
 
-    A source that has reached its limit is left out from its next turn on; the others continue by their weights.
+    A source that has reached its limit drops out at its next turn; the others keep their ratios.
 
     Attributes:
       last: the current mixture of the run.
       segments: in order, without gaps; the last one ends only if no source is left.
-      left_out: the sources that the last mixture leaves out, in order: fingerprints, and the positions in the run where
-        each would have given another row.
+      left_out: the sources that have dropped out of the last mixture, in order: fingerprints, and the positions in the
+        run where each would have given another row.
       lone: the fingerprint of the source with which the run began alone; None: it began with several.
     """
 

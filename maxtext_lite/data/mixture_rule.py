@@ -1,6 +1,6 @@
 """Which source of a mixture gives each row, by rules that know the rows at any positions without earlier ones.
 
-Nothing is drawn or stored. Weights are exact fractions, and rounding happens in integers, so that all hosts agree.
+Nothing is drawn or stored. Weights are exact fractions, and rounding happens in integers, so all hosts agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HALF = np.uint64(32)
 
 
 def rule_of(weights: Sequence[Fraction]) -> MixtureRule:
-    """The rule for these weights of rows, of which only ratios matter.
+    """The rule for these weights of rows; only their ratios matter.
 
     Raises:
       ValueError: there are no weights, or one is not above 0.
@@ -75,7 +75,7 @@ class PeriodicRule:
 
 @dataclasses.dataclass(frozen=True)
 class TreeRule:
-    """A Huffman tree over the sources, each node of which divides its rows in order, as exactly as whole rows allow.
+    """A Huffman tree over the sources; each node divides its rows in order, as exactly as whole rows allow.
 
     Of a node's first m rows, floor(m p + 1/2) go left, where p is the left child's share of the node's weight. This
     differs from m p by at most 1/2, and the rows that go right differ as little from m (1 - p). If a node of weight W
@@ -84,9 +84,9 @@ class TreeRule:
     but not the root.
 
     Whatever the weights, this is below 1.68 = psi / 2, where psi is the sum of the reciprocal Fibonacci numbers:
-    Huffman merges the two lightest nodes, so that a node's sibling weighs at least as much as each of the node's own
-    children, which were merged earlier; weights along the way up thus grow at least like the Fibonacci numbers
-    1, 1, 2, 3, 5, ...
+    Huffman merges the two lightest nodes, so a node's sibling weighs at least as much as each of the node's own
+    children, which were merged earlier; weights along the way up thus grow at least like the Fibonacci numbers 1, 1, 2,
+    3, 5, ...
 
     p is rounded to 64 bits, which changes a count by less than n / 2**63 rows.
 

@@ -1,8 +1,8 @@
 """The i-th example of a run: a pure function of (seed, i).
 
-Nothing is drawn, stored or replayed, so that hosts, devices, batch sizes and restarts cannot change the order: a
-checkpoint keeps only the number of examples seen. Order and hash are computed from positions in the whole run, so that
-every host knows both without asking another.
+Nothing is drawn, stored or replayed, so hosts, devices, batch sizes and restarts cannot change the order: a checkpoint
+keeps only the number of examples seen. Order and hash are computed from positions in the whole run, so every host knows
+both without asking another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILE_ORDER = -1
 
 _ROUNDS = 4
 _LEAST_BITS = 16  # of the encrypted numbers
-_AT_A_TIME = 2**16  # ids, so that intermediate arrays stay in the cache
+_AT_A_TIME = 2**16  # ids; few enough for intermediate arrays to stay in the cache
 
 # Numbers of at least 16 bits are encrypted until they are below num_examples: a few times for a large num_examples, 65
 # times for 1,000. Small permutations are instead made whole by sorting random keys.

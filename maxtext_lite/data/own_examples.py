@@ -105,7 +105,7 @@ def own_examples(
     num_tokens: int,
     vocab_size: int,
 ) -> OwnExamples:
-    """The source of a user's examples, the first of which is read.
+    """The source of a user's examples. Reads the first one to check it.
 
     Args:
       key: what messages call the examples.

@@ -217,7 +217,7 @@ class RecordStream:
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
-# The hashes in a shard tell it from another of its name, so that a file that is replaced is opened again.
+# The hashes in a shard tell it from another of its name: a file that was replaced is opened again.
 @functools.lru_cache(maxsize=_MOST_RECORDS)
 def _record(
     directory: Path,

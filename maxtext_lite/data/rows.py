@@ -250,7 +250,7 @@ class DocumentRows(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class BestFitRows(Rows):
-    """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
+    """Rows of whole documents, fitted to leave little padding; documents longer than a row are cut.
 
     A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
     own, and its remainder is fitted in like a document.
@@ -322,8 +322,8 @@ def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num
     """The example of whole sequences, each a segment, padded at the end to `num_tokens`.
 
     Args:
-      sequences: the token ids of each sequence, all but the last of which are inputs; and the weights of its targets,
-        all but the first.
+      sequences: the token ids of each sequence, where all but the last are inputs; and the weights of its targets, all
+        but the first.
     Returns:
       Arrays as of `Rows.build`.
     """
@@ -422,7 +422,7 @@ def fill_rows(
 ) -> FilledRows:
     """Rows filled by "best fit": each sequence in turn joins the fullest row that has room for it, or opens a new row.
 
-    Rows keep the order in which they were opened, so that the first rows contain the first sequences.
+    Rows keep the order in which they were opened: the first rows contain the first sequences.
 
     Args:
       lengths: slots that each sequence takes, from 1 to num_tokens; int64.
@@ -519,7 +519,7 @@ def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, n
     """(starts and slots of pieces row by row, the row of each: where the first of its longest pieces starts).
 
     What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
-    Rows are in the order of their longest pieces, so that the last rows contain documents of every length.
+    Rows are in the order of their longest pieces, so the last rows contain documents of every length.
     """
     starts = document_starts[:-1]
     slots = np.diff(document_starts) - 1

@@ -153,7 +153,7 @@ def open_path(
 
 
 def _opens(config: DataConfig) -> Callable[..., Opened]:
-    """The function that opens a path of the config's dataset_type; its arguments are those of `open_text`."""
+    """The function that opens a path of the config's dataset_type; it takes the arguments of `open_text`."""
     return resolve(source_kind(config.dataset_type).opens)
 
 
@@ -339,7 +339,7 @@ def open_rows(
     nothing: str,
     eval_fraction: float,
 ) -> Opened:
-    """The rows of tokenized documents, of which the last are held out.
+    """The rows of tokenized documents to train on, and the last ones, which are held out.
 
     Args:
       nothing: refuses documents without targets.

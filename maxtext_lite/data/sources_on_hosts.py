@@ -1,4 +1,4 @@
-"""Example sources on several hosts, some of which do not read: these open no file and learn what the others found."""
+"""Example sources on several hosts. Hosts that do not read open no file and learn what the others found."""
 
 from __future__ import annotations
 

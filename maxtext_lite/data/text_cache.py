@@ -166,7 +166,7 @@ def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, encoder: 
 
 
 def _opened(entry: Path, encoder: TextEncoder) -> TokenizedDocuments:
-    """An entry, all of which is read.
+    """An entry of the cache; reads all of it to verify its fingerprint.
 
     Raises:
       UserError: it is damaged.

@@ -51,7 +51,7 @@ _ABOUT_DATA = (
 """Files beside data, as Hugging Face's datasets and `prepare` write them."""
 _MOST_NAMED = 5  # files
 _PIECE = 2**20
-_LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 unless told
+_LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 by default
 _ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
 
 
@@ -338,7 +338,7 @@ def json_objects(
     reads: str,
     wanted: str,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`json_lines` of all files of a path (`find_files`), none of which may be plain text.
+    """`json_lines` of all files of a path (`find_files`); plain text is refused.
 
     Args:
       reads: what reads them, for messages, such as "x reads .jsonl files".

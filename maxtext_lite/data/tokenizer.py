@@ -1,6 +1,7 @@
-"""Text to token ids and back: what a tokenizer is, and that of bytes; `tokenizer_files` has those of files.
+"""Text to token ids and back: the interface of tokenizers, and the byte tokenizer; `tokenizer_files` has those from
+files.
 
-Every tokenizer has an end-of-text token. It ends each document of the training data, so that a model learns to stop and
+Every tokenizer has an end-of-text token. It ends each document of the training data: a model learns to stop, and
 `generate` knows when it has.
 """
 

@@ -143,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._tokenizer.no_truncation()  # a file may request either, but documents are neither truncated nor padded
         self._tokenizer.no_padding()
-        if getattr(self._tokenizer.model, "dropout", None):  # of BPE: merges left out at random
+        if getattr(self._tokenizer.model, "dropout", None):  # of BPE: merges skipped at random
             self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1

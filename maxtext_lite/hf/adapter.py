@@ -106,7 +106,7 @@ class LoraFields(BaseModel, strict=True, extra="allow", frozen=True):
 
 
 def _is_among(module: str, names: list[str] | str) -> bool:
-    """Whether a pattern is that of a module, or one of these names its own or the end of it."""
+    """Whether a pattern matches a module, or one of these names is its own or the end of it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(f".{module}".endswith(f".{name}") for name in names)

@@ -48,7 +48,7 @@ def files_of_model(config: RunConfig) -> Path | None:
     """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
 
     A run that resumes has a copy of the files, for when load_parameters_path is not stated, or is gone. Without a
-    checkpoint to resume they are those of another start.
+    checkpoint to resume they belong to another start.
 
     Raises:
       UserError: it is in a bucket that cannot be read.

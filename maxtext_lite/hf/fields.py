@@ -209,7 +209,7 @@ def is_off(value: object) -> bool:
 
 
 def without_experts(keys: Keys) -> JsonObject:
-    """The keys of a model none of whose layers has experts: those of a dense model."""
+    """The keys of a model without experts in any layer: a dense model's."""
     return {**keys, "num_experts": 1, **{key: DEFAULTS[key] for key in _OF_EXPERTS}}
 
 

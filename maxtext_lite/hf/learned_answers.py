@@ -143,13 +143,13 @@ class AnswerFinder:
         return answer.removesuffix(closing) + self._ends[closing]
 
     def _find_end(self, turns: Sequence[Turn], closing: str) -> str:
-        """What ends an answer, of which `closing` is all that the template writes after a last answer.
+        """What ends an answer; `closing` is all that the template writes after a last answer.
 
-        It ends with the last special token that also stands there when the user's turn follows; or else with the last
-        one at all; or else, if the next role's special token follows in its place, with that.
+        It ends with the last special token that is also there when the user's turn follows; or else with the last one
+        at all; or else, if the next role's special token follows in its place, with that.
 
         Args:
-          turns: of which the last is an answer of _ANSWER.
+          turns: the last one is an answer of _ANSWER.
         """
         try:
             text = self._template.render([*turns, {"role": "user", "content": _QUESTION}], answer_follows=False)

@@ -1,9 +1,9 @@
 """Each parameter's name and layout in a family's checkpoints: how the lines of families.yml are read.
 
-A parameter's dims are those of `config.weights`. In a checkpoint a matrix [*in, *out] is stored as torch's Linear has
-it, [out, in], a vector in one dim, a table unchanged. For any other layout a line has `dims` such as "D (N H)": the
-letters of the tensor's dims, in parentheses for those that are stored as one, with () for a dim of 1. Every line works
-in both directions, so what is imported can always be exported.
+A parameter has the dims of `config.weights`. In a checkpoint a matrix [*in, *out] is stored as torch's Linear has it,
+[out, in], a vector in one dim, a table unchanged. For any other layout a line has `dims` such as "D (N H)": the letters
+of the tensor's dims, in parentheses for those that are stored as one, with () for a dim of 1. Every line works in both
+directions, so what is imported can always be exported.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """LoRA's adapters in the PEFT library's files: adapter_model.safetensors and adapter_config.json.
 
 Each adapted module of the family's model has lora_A [r, in] and lora_B [out, r]. A module whose weight is several
-parameters, one after another, is written with the adapters of those that have one side by side: a wider r, of which
-each part of the output uses its own stretch. The file's metadata names them. An adapter from elsewhere has one A for
-such a module, and each parameter gets a copy of it. The library itself needs torch (724 MB), for two files.
+parameters, one after another, is written with the adapters of those that have one side by side: a wider r, where each
+part of the output uses its own range. The file's metadata names them. An adapter from elsewhere has one A for such a
+module, and each parameter gets a copy of it. The library itself needs torch (724 MB), for two files.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 

@@ -339,7 +339,7 @@ def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int) -> np
 
 
 class _Layers:
-    """A stacked parameter of which the host has one layer at a time, the last one asked for."""
+    """A stacked parameter that keeps one layer at a time on the host, the last one requested."""
 
     def __init__(self, stacked: jax.Array, layer_dims: Shape) -> None:
         self._stacked = stacked

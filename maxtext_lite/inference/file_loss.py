@@ -83,7 +83,7 @@ def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
 
 
 _CONVERSATIONS = {"messages", "conversations", "completion", "output"}
-"""Fields of which a line of conversations has one, which may have a `text` beside it."""
+"""A line of conversations has one of these fields, and may have a `text` beside it."""
 
 
 def _holds_texts(path: str) -> bool:

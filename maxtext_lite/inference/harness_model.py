@@ -89,7 +89,7 @@ class HarnessModel:
         """The hash of the chat template, for the harness's records.
 
         Raises:
-          UserError: there is no template, or one is asked for by a name.
+          UserError: there is no template, or one is requested by name.
         """
         if isinstance(chat_template, str):
             raise UserError(

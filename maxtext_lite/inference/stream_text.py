@@ -151,7 +151,7 @@ class WrittenText:
     """A growing text that ends before a stop token or a stop string.
 
     Args:
-      stand_ins: what stands in `stop_strings` for special tokens, by their ids.
+      stand_ins: what replaces special tokens in `stop_strings`, by their ids.
     Attributes:
       text: the text so far, without what a stop string may still remove.
       ended: nothing more is added.

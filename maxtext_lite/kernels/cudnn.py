@@ -167,7 +167,7 @@ class Mha:
 
 
 _MHA_BLOCK = 64
-"""Tokens of a block, of which a row has a whole number. Two stages of blocks of 128 tokens and 128 dims would take more
+"""Tokens of a block; a row is a whole number of blocks. Two stages of blocks of 128 tokens and 128 dims would take more
 shared memory than GPUs for graphics have."""
 
 _HEADS = ("batch", None, "activation_heads", None)

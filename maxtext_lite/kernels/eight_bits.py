@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from maxtext_lite.models.ops import TokenAxes, dtype_of_totals
 from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, largest, num_shards
 
-_LEAST = 1e-30  # the least magnitude that is distinguished from 0, so that scales are normal numbers in float32
+_LEAST = 1e-30  # the least magnitude that is distinguished from 0; keeps scales normal numbers in float32
 
 
 class Scaled(NamedTuple):

@@ -33,7 +33,7 @@ from maxtext_lite.parallel import (
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")
 _BLOCK = 256
-"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+"""Tokens of the largest block of queries; tokamax 0.0.12 takes only a whole number of blocks."""
 _filled = functools.partial(whole_blocks, block=_BLOCK)
 _HIDDEN = 1e30
 """The log-partition of a query beside which every score counts for nothing."""

@@ -81,7 +81,7 @@ def block_sizes(
       span: consecutive tokens in a row of a mask, of queries and of keys; a multiple of 128.
       num_keys: keys of all blocks.
       head_dim: the larger width of keys and values.
-      window: with one, blocks of keys are small, so that most keys outside it are skipped.
+      window: with one, blocks of keys are small, which skips most keys outside it.
     """
     most = next(each for each in MOST_TOKENS if head_dim <= each.head_dim)
 

@@ -1,8 +1,8 @@
 """tokamax's Mosaic ops for NVIDIA GPUs, by names that are not public: config/kernels.py pins the package.
 
 The public functions have no ranges as masks, and fall back to a dense matmul over all groups if no kernel can run. An
-op takes block sizes as its `config`; without one it looks up its exact arguments in tables of measurements, none of
-which has ranges, and warns for each lookup that fails.
+op takes block sizes as its `config`; without one it looks up its exact arguments in tables of measurements, which have
+no ranges, and warns for each lookup that fails.
 """
 
 import contextlib

@@ -589,7 +589,7 @@ STRATEGIES: dict[str, Strategy] = {
     "all_gather": _all_gather,
     "ring": _ring,
 }
-"""How each shard's keys come to the others, by the value of context_parallel_strategy."""
+"""How each shard's keys reach the others, by the value of context_parallel_strategy."""
 
 
 class Passes(NamedTuple):

@@ -212,7 +212,7 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
 
 
 def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> Any:
-    """A layer whose parameters are those of all layers of a stack, on a leading dim."""
+    """A layer whose parameters hold those of all layers of a stack, on a leading dim."""
     layer = functools.partial(block, shape.of_stack(path))
     axis, _, _ = path.partition("/")
 

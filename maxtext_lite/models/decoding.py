@@ -124,7 +124,7 @@ def sample_token(logits_BV: Array, key_B: Array, sampling: Sampling, scored_at: 
 
     Args:
       logits_BV: float32 logits.
-      key_B: one PRNG key per sequence, so that a sequence's text does not depend on its neighbours.
+      key_B: one PRNG key per sequence, whose text thus does not depend on its neighbours.
       scored_at: temperature of the distribution of the log-probabilities; 1: the model's own.
     Returns:
       Tokens [B] int32, and log-probabilities [B] float32 over the whole vocabulary, even if `sampling` restricts it.

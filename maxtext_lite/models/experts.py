@@ -426,7 +426,7 @@ def _sum_of_choices(y_UD: Array, row_NJ: Array, is_there_NJ: Array, share_NJ: Ar
         y_ND = jnp.where(is_there_NJ[:, choice, None], y_JND[choice], 0).astype(jnp.float32)
         return y_ND if share_NJ is None else share_NJ[:, choice, None] * y_ND
 
-    # The part is the first term, so that its product is fused into a multiply-add, as in a reduction.
+    # The part is the first term: its product is then fused into a multiply-add, as in a reduction.
     return functools.reduce(lambda total_ND, y_ND: y_ND + total_ND, map(part, range(len(y_JND))))
 
 

@@ -1,7 +1,7 @@
 """The parts of a decoder layer as NNX modules: norms, attention projections, mlp.
 
-Their weights are those of the tables in `config.weights`. Each parameter knows its logical axes, from which its
-sharding follows.
+The tables in `config.weights` list their weights. Each parameter knows its logical axes, from which its sharding
+follows.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import all_gather_for_compute, constrain
 
 RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
-"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
-all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens. No device holds or norms all of it.
+Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""

@@ -16,7 +16,7 @@ from maxtext_lite.parallel import constrain
 
 
 class MixtureOfExperts(nnx.Module):
-    """Gated mlps, of which a router chooses a few for each token, and possibly one that all tokens share."""
+    """Gated mlps: a router chooses a few for each token, and all tokens may share one more."""
 
     router: nnx.Param
     gate: nnx.Param

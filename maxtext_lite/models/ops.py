@@ -25,7 +25,7 @@ Rotation = tuple[Array, Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
 
 TokenAxes = tuple[str, str | None, str | None]
-"""Logical axes that a batch is split over: two for its rows, of which `fsdp` is the first, and one for their tokens."""
+"""Logical axes that a batch is split over: two for its rows, `fsdp` first, and one for their tokens."""
 
 
 def number_format(quantization: Quantization) -> Any:
@@ -345,8 +345,8 @@ def _in_order(x_ND: Array, index_N: Array, num_rows: int) -> Array:
     """`sums_at` of flat arrays without adding to one place twice.
 
     Rows are sorted by index and cut into blocks of n. Each block sums its rows of each index, a run, by a matmul with
-    zeros and ones, so that one row that is not finite leaves no number in its block. The sum of a run that goes on in
-    the next block is carried there, and written where it ends.
+    zeros and ones: one row that is not finite leaves no finite sum in its block. The sum of a run that continues in the
+    next block is carried there, and written where it ends.
     """
     n = _ROWS_OF_BLOCK
     index_N = jnp.pad(index_N.astype(jnp.int32), (0, -len(index_N) % n), constant_values=num_rows)
@@ -382,7 +382,8 @@ def _in_order(x_ND: Array, index_N: Array, num_rows: int) -> Array:
 
 
 def _carry(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Joins neighbouring ranges of blocks: (the last run spans the range and goes on from before it, its sum)."""
+    """Joins neighbouring ranges of blocks: (whether the last run spans the range and continues one from before it, its
+    sum)."""
     left_spans, left_sum = left
     right_spans, right_sum = right
     return left_spans & right_spans, right_sum + jnp.where(right_spans, left_sum, 0)

@@ -1,6 +1,6 @@
 """The comparison of kernels and number formats with plain arithmetic, forward and backward.
 
-Documents, padding, targets and weights are those of the first batch, one row of each batch shard, on the run's mesh.
+Documents, padding, targets and weights come from the first batch, one row of each batch shard, on the run's mesh.
 Activations and weights are drawn from normal distributions: those of new parameters would score all keys alike and hide
 a wrong scale.
 """

@@ -69,7 +69,7 @@ def find_nonfinite(
         slots = jnp.arange(batch["weights"].shape[1])
         kept_1B1 = ((slots >= first) & (slots < stop))[None, :, None]
         part = {name: jax.lax.dynamic_slice_in_dim(x, micro_batch, 1) for name, x in batch.items()}
-        # Selected, not multiplied: the values to leave out may be NaN.
+        # Selected, not multiplied: the values to exclude may be NaN.
         part |= {name: jnp.where(kept_1B1, part[name], jnp.zeros_like(part[name])) for name in part}
         gradients = step_gradients(parts, params, part, None, loss_scale, frozen).gradients
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)

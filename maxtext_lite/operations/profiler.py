@@ -41,7 +41,7 @@ def last_traced_step(profiler_steps: int | str, step: int, steps_here: int) -> i
 class ProfileHook(Hook):
     """Traces a few steps of a run on the first host, for TensorBoard's profile plugin and xprof.
 
-    They are those of `profiler_steps`, and the next ones whenever there is a file `profile` in the run directory.
+    It traces `profiler_steps`, and the next steps whenever there is a file `profile` in the run directory.
     """
 
     def __init__(self) -> None:

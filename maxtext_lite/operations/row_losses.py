@@ -68,7 +68,7 @@ def trained_parameters(run: TrainingRun, state: TrainState) -> Parameters:
 
 
 def make_losses_alone(run: TrainingRun) -> Callable[[Parameters, Iterable[NamedRow]], list[RowLoss]]:
-    """A function of parameters and rows, each of which goes through the step's own loss and gradient alone.
+    """A function of parameters and rows that runs the step's own loss and gradient on each row alone.
 
     All hosts call it.
 
@@ -129,8 +129,8 @@ def make_losses_alone(run: TrainingRun) -> Callable[[Parameters, Iterable[NamedR
 def make_row_losses(run: TrainingRun) -> Callable[[TrainState, int, int], list[RowLoss]]:
     """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
 
-    `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a
-    batch of its own; rows that the run excludes there are left out. All hosts call it.
+    `state` is the one before the step that consumes them. Each row goes through the step's own loss and gradient, in a
+    batch of its own; rows that the run excludes there are skipped. All hosts call it.
 
     Raises:
       UserError: the run has local updates, in which rows see different parameters.

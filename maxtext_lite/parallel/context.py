@@ -1,8 +1,8 @@
 """The context axis: the tokens of an example on each of its shards, and how shards exchange arrays.
 
-A causal query sees all earlier keys, so that late tokens are more work than early ones. The tokens are therefore split
-into twice as many chunks as there are shards, and each shard gets one early chunk and the late one that makes its work
-equal to that of the others. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+A causal query sees all earlier keys, so late tokens are more work than early ones. The tokens are therefore split into
+twice as many chunks as there are shards, and each shard gets one early chunk and the late one that makes its work equal
+to that of the others. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ class Flag:
 
     Attributes:
       name: without dashes or value, as xla_gpu_enable_command_buffer.
-      value: as it stands after the equals sign.
+      value: the text after the equals sign.
       why: what it brings, by the compiled program.
     """
 
@@ -56,7 +56,7 @@ _LIBRARIES: Mapping[Compiler, tuple[str, ...]] = {
 
 
 def installed_compilers() -> tuple[Compiler, ...]:
-    """Those whose library is installed, of which nothing is imported."""
+    """Compilers whose library is installed; imports none of them."""
     return tuple(compiler for compiler, names in _LIBRARIES.items() if any(map(importlib.util.find_spec, names)))
 
 
@@ -102,7 +102,7 @@ def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None
 _SIMULATED = "--xla_force_host_platform_device_count="
 
 _OF_LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE")
-"""Variables of which a launcher of several processes sets one."""
+"""A launcher of several processes sets one of these variables."""
 
 
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:

@@ -84,7 +84,7 @@ def on_first_host(path: str | Path, work: Callable[[], Result]) -> Result:
 def bytes_of_host(host: int, data: bytes) -> bytes:
     """The bytes of one host, on every host. All hosts must call it, in the same order; `data` of others is ignored.
 
-    They travel in pieces padded to powers of two, so that few programs are compiled.
+    They travel in pieces padded to powers of two, which keeps the number of compiled programs small.
     """
     if jax.process_count() == 1:
         return data

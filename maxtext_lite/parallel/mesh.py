@@ -228,7 +228,7 @@ def over_shards(
 ) -> Any:
     """`function` run by each device on its own part of each argument, for kernels that the partitioner cannot split.
 
-    Every mesh axis is manual, so that it also works inside `vmap_over_data`. Without a mesh it is `function` itself.
+    Every mesh axis is manual, so it also works inside `vmap_over_data`. Without a mesh it is `function` itself.
 
     Args:
       in_axes: logical axes of each argument; or a tree of PartitionSpecs from a kernel that splits its own arrays.
@@ -367,7 +367,7 @@ def _exchanged(x: Array, names: tuple[str, ...]) -> Array:
     """`exchanged` along mesh axes.
 
     TPUs lay the first dim out outermost for it. Dims of size 1, such as that of a device's only replica under `vmap`,
-    would follow it and be padded to a tile, in whole copies that take longer than the exchange. They are left out.
+    would follow it and be padded to a tile, in whole copies that take longer than the exchange. Such dims are dropped.
     """
 
     @custom_vmap

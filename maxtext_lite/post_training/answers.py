@@ -98,7 +98,7 @@ class AnswerSource(ExampleSource):
       rows: numbers of the sequences of each example, the same in every column.
       row_tokens: tokens of one row.
       content: hash of the sequences and of the tokenizer.
-      notes: what became of lines that the examples do not contain as they stand; sentences for the user.
+      notes: what became of lines that the examples do not contain unchanged; sentences for the user.
       ends: the special and added tokens with which answers end, the most frequent first.
     """
 
@@ -258,7 +258,7 @@ def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], name
 
 
 def _closing(tail: Sequence[int], tokenizer: Tokenizer) -> int | None:
-    """The control token that ends an answer with these last tokens, of which white space may follow it."""
+    """The control token that ends an answer with these last tokens; white space may follow it."""
     for at in range(len(tail) - 1, -1, -1):
         if tail[at] in tokenizer.control_ids:
             return tail[at]
@@ -318,7 +318,7 @@ def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
 
 
 def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """What became of lines that the examples do not contain as they stand."""
+    """What became of lines that the examples do not contain unchanged."""
     became = "truncated to it" if config.long_examples == "truncate" else "dropped"
     of_lines = f"of {counted(num_lines, 'line')}"
     of = f"of {counted(num_examples, 'example')}" if counts["split"] else of_lines

@@ -166,11 +166,11 @@ class RLBatch(SampledBatch):
         return dataclasses.replace(topology, num_devices=self.trainer_devices, num_hosts=hosts)
 
     def with_sampling(self, memory: MemoryEstimate, config: Config, mesh: Mapping[str, int]) -> MemoryEstimate:
-        """The memory of a device that trains: that of a step, the KL reference, and what is held to sample.
+        """The memory of a device that trains: a step's, the KL reference, and what is held to sample.
 
-        The sampler's activations and logits are left out: those of training are larger, as a decode step has one token
-        per slot. Its parameters stay on devices that take turns until the next update; its keys and values are there
-        only while it samples, beside what is held throughout a step.
+        The sampler's activations and logits are not counted: those of training are larger, because a decode step has
+        one token per slot. Its parameters stay on devices that take turns until the next update; its keys and values
+        are there only while it samples, beside what is held throughout a step.
 
         Args:
           memory: of a training step.

@@ -52,7 +52,7 @@ class Rendered(NamedTuple):
       where: file and line.
       text: of turns, with the names that `TurnEncoder.hide` hides.
       answers: for each answer, its first character and the one after its last.
-      is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
+      is_plain: no chat template rendered it; the tokenizer's own tokens precede it, and end-of-text follows.
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
         as in transformers.
       begins_as_generated: what precedes its one answer has the tokens that generation sees there.
@@ -147,7 +147,7 @@ class Renderer:
         raise UserError(f"{where}: not a JSON object with {DPO_FIELDS}, all texts or all lists of turns.")
 
     def prompt_text(self, where: str, key: str, value: str | Sequence[object]) -> Rendered:
-        """The text of a prompt, to be followed by an answer: plain text, or turns of which the last is the user's.
+        """The text of a prompt, to be followed by an answer: plain text, or turns that end with the user's.
 
         Args:
           key: the prompt's key in the line.

@@ -17,9 +17,9 @@ from maxtext_lite.training.state import TrainState
 class HeldOutResponses:
     """Responses to a run's held-out prompts, or to the first `eval_steps` batches of them; see `loop.Evaluation`.
 
-    They are sampled and judged in chunks of as many pairs as a micro-batch has, so that `reward_timeout_seconds` and
-    `hang_timeout` limit the same amount of work as in training. A chunk may end between the responses to one prompt, so
-    a call of a reward function that fails is repeated for each response alone.
+    They are sampled and judged in chunks of as many pairs as a micro-batch has: `reward_timeout_seconds` and
+    `hang_timeout` then limit the same amount of work as in training. A chunk may end between the responses to one
+    prompt, so a call of a reward function that fails is repeated for each response alone.
 
     Args:
       say: takes messages about reward functions.
@@ -85,8 +85,8 @@ def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int)
     """The entries of an evaluation's record.
 
     A response is correct if the first reward function gives it at least 1. `eval_accuracy` is the share of correct
-    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them. Responses to
-    which it gives no reward are left out, and of pass@k so are prompts with fewer than k others.
+    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them. Responses that
+    it gives no reward are excluded; pass@k also excludes prompts with fewer than k rewarded ones.
 
     Args:
       scores: of the responses, adjacent for one prompt.

@@ -1,4 +1,4 @@
-"""An inference server that is asked by JSON over HTTP."""
+"""Requests to an inference server, as JSON over HTTP."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class HttpEngine:
     """A `RolloutEngine` that samples on a server. All hosts call it; the first one sends the requests.
 
     The returned log-probabilities must be those of the policy, softmax(logits / temperature) over the whole vocabulary.
-    SGLang's are. vLLM's are those of the model, or with --logprobs-mode processed_logprobs those of its sampling
-    distribution.
+    SGLang's are. vLLM's come from the model, or with --logprobs-mode processed_logprobs from its sampling distribution.
 
     Args:
       config: the run's, whose model the server has.
@@ -98,7 +97,7 @@ class HttpEngine:
         self._is_current = True
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        """The responses, in the order of the requests, several of which are in flight at a time.
+        """The responses, in the order of the requests; several requests are in flight at a time.
 
         Raises:
           UserError: the server gives no valid answer, or has not loaded the parameters of the last `update`.

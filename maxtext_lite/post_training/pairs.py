@@ -53,7 +53,7 @@ class Chunk:
 
     @staticmethod
     def joined(chunks: Sequence["Chunk"]) -> "Chunk":
-        """The pairs of all chunks, of which there is at least one, in order."""
+        """The pairs of all chunks, at least one, in order."""
         parts = zip(*(chunk.sampled for chunk in chunks), strict=True)
         fields: list[Any] = [[x for part in field for x in part] for field in parts]
         sampled = Sampled(*fields)
@@ -107,7 +107,7 @@ class Chunk:
         return rows
 
     def lines(self, step: int) -> list[dict[str, object]]:
-        """The line of each pair in rollouts.jsonl; NaN stands for a reward that was not given."""
+        """The line of each pair in rollouts.jsonl; NaN means that no reward was given."""
         return [
             {
                 "step": step,

@@ -94,7 +94,7 @@ def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple
     count = num_held_out(config.eval_fraction, len(lines), "lines")
     if count == 0:
         return _fitted(maker, lines, "dataset_path"), None
-    # Lines are counted before any is dropped, so that these are the lines that SFT would hold out.
+    # Lines are counted before any is dropped: these are the lines that SFT would hold out.
     return _fitted(maker, lines[:-count], "dataset_path"), _fitted(maker, lines[-count:], "dataset_path")
 
 

@@ -162,7 +162,7 @@ SAMPLED = SampledBatches()
 def _cut(group: Chunk, position: int, sizes: _Sizes, config: RLRunConfig) -> Chunk:
     """A group at a position of the run, with at most so many generations and tokens.
 
-    Its advantages are as recorded, unless generations are left out.
+    Its advantages are as recorded, unless generations are dropped.
     """
     recorded = group.advantages
     group = group.part(slice(0, sizes.generations))

@@ -50,7 +50,7 @@ def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
     if name == "format":
         return format_of(pattern)
     if name == "math_verify":
-        # Imported here too, so that a run without it is refused at its start.
+        # Imported here too: a run without it is refused at its start.
         importlib.import_module("math_verify")
     return {"exact_answer": exact_answer, "numeric_answer": numeric_answer, "math_verify": math_verify}[name]
 

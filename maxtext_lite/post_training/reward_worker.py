@@ -154,7 +154,7 @@ def _parameters(function: Callable[..., object], given: Sequence[str]) -> frozen
 
 
 def _as_number(value: Any) -> float | str | None:
-    """A response's reward, None if it is left out, or what is wrong with it."""
+    """A response's reward, None if the function gives none, or what is wrong with it."""
     if value is None:
         return None
     not_a_number = f"returned a {type(value).__name__}, not a number"

@@ -1,7 +1,7 @@
 """Rewards of responses: those of each function, the failures, and the weighted sum.
 
-A function may leave a response out (None) or fail for it. A response that every function leaves out, or for which one
-fails, is unscored, unless reward_error says otherwise.
+A function may skip a response (None) or fail for it. A response that every function skips, or for which one fails, is
+unscored, unless reward_error says otherwise.
 
 Functions run in one process of their own (`reward_worker`): one that hangs or crashes can be killed while the run, its
 devices and its collectives continue.
@@ -88,7 +88,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The scores of the pairs of all parts, of which there is at least one, in order."""
+        """The scores of the pairs of all parts, at least one, in order."""
         by_name: dict[str, np.ndarray] = {}
         for name in parts[0].by_name:
             by_name[name] = np.concatenate([part.by_name[name] for part in parts])
@@ -118,7 +118,7 @@ class Scores:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The scores of which `to_json` returned these fields."""
+        """The scores whose `to_json` returned these fields."""
         found = cls(**fields)
         by_name = {name: np.array(values, np.float64) for name, values in found.by_name.items()}
         total = np.array(found.total, np.float64)
@@ -219,10 +219,10 @@ class Rewards:
     def _ask(
         self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], unit: int
     ) -> list[float | str | None]:
-        """For each pair one function's reward, None if it is left out, or what went wrong.
+        """For each pair one function's reward, None if the function skips it, or what went wrong.
 
-        A call that fails is repeated in parts of `unit` pairs, so that only the parts that fail have no reward,
-        however many pairs a call has. All parts together may take as long as one call.
+        A call that fails is repeated in parts of `unit` pairs: only the parts that fail have no reward, however many
+        pairs a call has. All parts together may take as long as one call.
         """
         count = len(prompts)
         limit = self._config.reward_timeout_seconds

@@ -168,7 +168,7 @@ def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
         rewards = Rewards(config, tuple(dict.fromkeys(names)))
     try:
         policy = policy_of(config, batch)
-        # Before the run makes its directory, so that a refused sampler leaves none.
+        # Before the run makes its directory: a refused sampler leaves none.
         sampling_devices = devices[len(devices) - batch.sampler_devices :]
         engine = None
         if not recorded.is_whole and (config.rollout_engine == "local" or not recorded.groups):

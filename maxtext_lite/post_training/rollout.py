@@ -23,7 +23,7 @@ from maxtext_lite.models.decoding import Sampling, cache_axes, new_cache
 from maxtext_lite.parallel import Params, num_shards, sharding, vmap_over_data
 from maxtext_lite.post_training.transfer import Transfer
 
-_PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
+_PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, to compile few shapes
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
 
 TRAINING = 0

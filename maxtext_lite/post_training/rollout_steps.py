@@ -408,7 +408,7 @@ def _ahead(
     """Each chunk, sampled and judged, ahead of its use.
 
     A sampler `beside` the trainer samples all chunks of a batch without pause. On the same devices, each chunk is
-    sampled before the previous one is yielded, so that rewards are computed meanwhile.
+    sampled before the previous one is yielded: rewards are computed meanwhile.
     """
     with (
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout") as sampler,

@@ -22,7 +22,7 @@ class Transfer:
     """The transfer of a trainer's parameters to a sampling decoder, on the same devices or on others.
 
     On the trainer's devices, adapters are merged, the stages' layers put in order, and everything cast to the decoder's
-    `dtype`, so that as little as possible is sent. The result shares no memory with the argument.
+    `dtype`, to send as little as possible. The result shares no memory with the argument.
 
     Args:
       decoder: the sampling one, without pipeline and adapters.

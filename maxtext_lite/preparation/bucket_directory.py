@@ -64,7 +64,7 @@ class BucketDirectory:
             self._system.get_file(self._path(name), str(to))
 
     def fetch_all(self, names: Sequence[str], to: Path) -> None:
-        """Copies objects, many at once, to files of the same names below a directory, out of which no name may lead."""
+        """Copies objects, many at once, to files of the same names below a directory; no name may lead out of it."""
         files = [str(path_below(to, name, self.url)) for name in names]
         with reaching(self.url, self.key):
             self._system.get([self._path(name) for name in names], files)

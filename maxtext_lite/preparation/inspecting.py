@@ -141,7 +141,7 @@ def _shown(row: int, arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Ite
 
 
 def _ends(ids: np.ndarray, end_of_text_id: int) -> np.ndarray:
-    """Where to split ids so that each end-of-text token stands alone."""
+    """Where to split ids to isolate each end-of-text token."""
     places = np.flatnonzero(ids == end_of_text_id)
     return np.unique(np.concatenate([places, places + 1]))
 

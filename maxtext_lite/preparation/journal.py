@@ -52,7 +52,7 @@ class Outcome:
     """A complete dataset.
 
     Attributes:
-      empty: documents without a token, which are left out.
+      empty: documents without a token, which are skipped.
       bad: lines without a document; `problems` describes the first of them.
     """
 

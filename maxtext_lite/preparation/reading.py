@@ -22,7 +22,7 @@ from maxtext_lite.data.text_files import (
 DIVIDED = (".jsonl", ".ndjson")
 """Suffixes of files whose lines may be divided among pieces."""
 WHOLE = -1
-"""`Piece.stop` of a file that is read as a whole, so that its lines are known by number."""
+"""`Piece.stop` of a file that is read as a whole: its lines are then known by number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DocumentReader:
         self._conversations = conversations
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
-        """Each document as it stands, including empty ones; blank lines are skipped.
+        """Each document unchanged, including empty ones; blank lines are skipped.
 
         Raises:
           UserError: the file cannot be read, or is a .txt that is not UTF-8.
@@ -120,7 +120,7 @@ class DocumentReader:
         return encode(texts, dtype)
 
     def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """The documents of pieces as they stand, including empty ones.
+        """The documents of pieces unchanged, including empty ones.
 
         Raises:
           UserError: as from `read`, or a line has no document.

@@ -41,7 +41,7 @@ class Entry:
 
     Attributes:
       shard: None if the task has no token.
-      empty: documents without a token, which are left out.
+      empty: documents without a token, which are skipped.
       spelled: special tokens that its documents spell.
       bad: lines without a document.
       problems: descriptions of the first of them.

@@ -20,7 +20,7 @@ _MODULES = {
     "RunResult": "loop",
     "train": "loop",
 }
-"""Names whose modules import Orbax and Grain; they are imported on first use, so that `generate` needs neither."""
+"""Names whose modules import Orbax and Grain; they are imported on first use, because `generate` needs neither."""
 
 
 def __getattr__(name: str) -> object:

@@ -360,7 +360,7 @@ class CheckpointReader:
         return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
     def _only_parameters(self, step: int, why: str) -> UserError:
-        """The refusal of a checkpoint of which a run can take the parameters alone."""
+        """The refusal of a checkpoint from which a run can take only the parameters."""
         return UserError(
             f"the checkpoint of step {step} in {self._directory} {why}. Use another run_name, with "
             f"load_parameters_path={self._directory.parent} for its parameters."

@@ -37,7 +37,7 @@ def run_1f1b(
       params: the trained parameters as `Decoder.cast` gives them; [R, ...] where replicas have their own.
       frozen: the other parameters.
       factor_R: multiplies each replica's loss.
-      rows: [A, B, T], of which the first `num_micro_batches` (may be traced) are computed.
+      rows: [A, B, T]; only the first `num_micro_batches` (may be traced) are computed.
       add: (sums, gradients, sums of the losses) -> sums.
     """
     schedule = _Schedule(parts)

@@ -62,8 +62,8 @@ class LocalUpdates:
         Masters are averaged where there are any: the parameters are the rounded average, and the replicas' masters
         become copies of `OuterState.master`.
 
-        The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean, so that a single
-        replica with lr = 1 and no momentum keeps its parameters to the bit. Computed in float32.
+        The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean: a single replica
+        with lr = 1 and no momentum keeps its parameters to the bit. Computed in float32.
 
         Args:
           masters_R: None without masters.

@@ -46,7 +46,7 @@ class StepSource(Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether step N+1 is dispatched before the metrics of step N are read, so that the devices never wait."""
+        """Whether step N+1 is dispatched before the metrics of step N are read; the devices then never wait."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Evaluation(Protocol):
         """The entries of an evaluation's record, and its line on the terminal. All hosts call it.
 
         Args:
-          stops: asked on all hosts between batches; once it returns True, the evaluation ends and is None.
+          stops: called on all hosts between batches; once it returns True, the evaluation ends and is None.
         Raises:
           UnreadError: the held-out data cannot be read.
         """
@@ -336,7 +336,7 @@ class _Loop:
         if not (is_last or saves or evaluates or stop.reason):
             return
         log.flush(state)  # all steps are on record before the checkpoint: a restart only appends
-        if evaluates:  # before the checkpoint, so that a kill between them repeats both
+        if evaluates:  # before the checkpoint: a kill between them repeats both
             self._evaluate_unless_stopped(state)
         if saves or stop.reason:
             self._save(state)

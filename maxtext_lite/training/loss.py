@@ -56,7 +56,7 @@ class Readout:
     """How likelihoods are computed from hidden states.
 
     Attributes:
-      num_tiles: tiles of the sequence, of which one has logits at a time: a divisor of a context shard's tokens, or -1
+      num_tiles: tiles of the sequence; one has logits at a time. A divisor of a context shard's tokens, or -1
         (`batching.vocab_tiles`).
       soft_cap: of the logits; 0: none.
       temperature: divides the capped logits.
@@ -130,7 +130,7 @@ def scan_tiles(
     """A scan of function(carry, tiles) over tiles of the sequence; results come back in token order.
 
     Args:
-      arrays: [B, T, ...], of which one device has as many tiles as `batching.vocab_tiles` says.
+      arrays: [B, T, ...]; one device has as many tiles as `batching.vocab_tiles` says.
     """
     B, T = arrays[0].shape[:2]
     num_tiles = vocab_tiles(

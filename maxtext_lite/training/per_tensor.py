@@ -58,9 +58,9 @@ def adafactor(axes: Tree) -> optax.GradientTransformation:
 
 
 def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """`inner`, mapped over the dim `name` of the parameters that have one, so that it stays split as it is.
+    """Maps `inner` over the dim `name` of the parameters that have one, and keeps the dim's sharding.
 
-    The state is that of `inner`. Counts are shared by all parameters.
+    The state is `inner`'s. Counts are shared by all parameters.
     """
     places = map_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
     dim_of = dict(jax.tree_util.tree_leaves_with_path(places))
@@ -108,7 +108,7 @@ def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
         consistent_rms=0.2,
         muon_weight_dimension_numbers=map_axes(dimension_numbers, axes),
     )
-    # It merges all dims before a matrix, of which only the first can stay split: that is to be the layers'.
+    # It merges all dims before a matrix. Only the first of them can stay split: it must be the layers'.
     for name in ("repeats", "experts"):
         both = _vmap_dim(name, both, axes)
     return optax.chain(both, optax.scale(-1.0))

@@ -69,8 +69,8 @@ class TrainingRun:
       parts: the parts of a step; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       recorded: rows that the run has excluded itself; known once it is restored.
-      excluded: ids of those and of the config's excluded rows, with the position in the run from which each is left
-        out.
+      excluded: ids of those and of the config's excluded rows, with the position in the run from which each is
+        excluded.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
       is_read_only: nothing is written into the run directory.
     Args:
@@ -127,7 +127,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def opened(self, say: Callable[[str], None]) -> Generator[None]:
-        """A block with the run directory made and locked, so that no other run writes there, and checkpoints open.
+        """Creates and locks the run directory and opens its checkpoints; a context manager.
 
         Args:
           say: takes messages about checkpoints, some from a background thread.
@@ -245,7 +245,7 @@ class TrainingRun:
         return abstract_state(self.parts)
 
     def schedule(self, counts: TrainProgress) -> Schedule:
-        """The learning rate over the whole run, which has come to `counts`. All hosts call it."""
+        """The learning rate over the whole run, given its progress `counts`. All hosts call it."""
         if self.has_own_schedule:
             return UNKNOWN_RATE
         return schedule_of_run(
@@ -340,12 +340,12 @@ class TrainingRun:
                 write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
 
     def flops_of(self, example_ids: np.ndarray, num_examples: int, examples_seen: int) -> float:
-        """Model FLOPs of a step on these examples, of which the run leaves some out, after so many examples.
+        """Model FLOPs of a step on these examples, without those that the run excludes after so many examples.
 
-        They are those of the documents, each alone, where this host knows their lengths, and otherwise of whole rows:
-        in reinforcement learning, with the caller's own examples, and on hosts that read nothing.
+        Each document counts alone where this host knows its length, and otherwise whole rows count: in reinforcement
+        learning, with the caller's own examples, and on hosts that read nothing.
         """
-        if self.plan.rl:  # the ids are those of prompts
+        if self.plan.rl:  # the ids number prompts
             return num_examples * self.plan.flops_per_example
         left = example_ids[~left_out(example_ids, examples_seen, self.excluded)]
         if not left.size:

@@ -59,7 +59,7 @@ class DiskStore:
             shutil.rmtree(path)
 
     def flush(self, directory: Path, names: Iterable[str]) -> None:
-        """Writes files and the folders that name them through to the disk, so that they outlast a power cut."""
+        """Syncs files and the folders that name them to the disk, to survive a power cut."""
         files = [directory / name for name in names]
         folders = {folder for file in files for folder in file.parents if folder.is_relative_to(directory)}
         with concurrent.futures.ThreadPoolExecutor() as threads:

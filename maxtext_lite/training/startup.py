@@ -17,7 +17,7 @@ from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import environment, write_json
 
 _MOST_NOTES = 4
-"""Notes that log_level=brief shows, so that at most a dozen lines precede the first step."""
+"""Notes that log_level=brief shows: at most a dozen lines precede the first step."""
 
 
 def log_startup(run: TrainingRun, counts: TrainProgress, say: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ LEAST_LOSSES = 16
 """With fewer losses there is no band."""
 
 _TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
-_LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
+_LEAST_DEVIATION = 0.01  # relative to the median; gives a loss that hardly moves a band too
 
 
 class StepResult(NamedTuple):

@@ -42,7 +42,7 @@ class Signals:
 def watch_signals(signals: Signals) -> Generator[Signals]:
     """A block in which `signals` handles SIGTERM and SIGINT; the previous handlers are restored at its end.
 
-    A request from an earlier block, which a restart of the run has ended, still stands. A command keeps its handlers.
+    A request from an earlier block, which a restart of the run has ended, still counts. A command keeps its handlers.
     """
     if command_signals.installed:
         command_signals.reset()
