@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import refuse
 from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import example_ids
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
@@ -84,7 +86,8 @@ class RolloutSteps:
     While one chunk is trained on, the next is sampled or judged.
 
     Raises:
-      UserError: a resumed run's reference is gone, or the batch in which it stopped has another shape.
+      UserError: a resumed run's reference is gone, the batch in which it stopped has another shape, or its new
+        batch_schedule would change a batch between two updates on it.
     """
 
     ahead = False
@@ -98,6 +101,7 @@ class RolloutSteps:
         self._run = run
         self._config = config
         self._log = log
+        self._check_stages(run)
         self._batch = self._next_batch()
         self._say = log.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
@@ -130,6 +134,19 @@ class RolloutSteps:
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
         if run.is_first and not run.is_read_only:
             remove_after(run.files.directory, counts.step)
+
+    def _check_stages(self, run: TrainingRun) -> None:
+        """Raises if a stage ahead begins between two updates on a batch, as after a resume with other batches."""
+        updates = self._config.num_iterations
+        if all((stage.first_step - 1) % updates == 0 for stage in run.plan.length.stages_ahead[1:]):
+            return
+        before: list[list[int]] = []
+        for threshold, pairs in run.starts[-2]["batches"]:
+            batch = pairs // self._config.num_generations
+            before.append([threshold // self._rl.batch.examples_per_entry, batch])
+        nearest = {"batch_schedule": before, "batch_size": before[-1][1]}
+        rule = f"has a stage that would begin between two of the num_iterations={updates} steps on a batch"
+        raise UserError(str(refuse(self._config, "batch_schedule", rule, nearest)))
 
     def _next_batch(self) -> RLBatch:
         """The batch of the stage of the next step."""

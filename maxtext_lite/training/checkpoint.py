@@ -151,7 +151,7 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
         return [f"the stages of the batch are {stages} after step {step:,}"]
     moved = f"{now['batch']:,} instead of {before['batch']:,} after step {step:,}"
     if plan.rl:
-        return [f"a batch has {moved} responses: batch_size or num_generations has changed"]
+        return [f"the responses of a batch are {moved}: batch_size has changed"]
     changed = [key for key in GLOBAL_BATCH_KEYS if before["stated"][key] != now["stated"][key]]
     why = ", ".join(f"{key}={now['stated'][key]} instead of {before['stated'][key]}" for key in changed)
     if not changed:

@@ -377,3 +377,9 @@ def test_a_schedule_counts_prompts_and_a_resume_in_the_middle_of_a_batch_continu
     shutil.rmtree(killed / "checkpoints" / "6")
     train_rl(config_of(tmp_path, *words, "run_name=killed"))
     assert timeless(steps(killed)) == timeless(found)
+    # 8 prompts are seen. The next batch, of 10, would pass the tenth prompt between its two updates.
+    other = ["run_name=killed", "batch_schedule=[[0, 10], [10, 4]]", "steps=8"]
+    with pytest.raises(
+        UserError, match=r"batch_schedule=\[\[0, 2\], \[4, 4\]\] batch_size=4"
+    ):
+        train_rl(config_of(tmp_path, *words, *other))
