@@ -55,6 +55,7 @@ class RLBatch(SampledBatch):
       pairs_per_micro_batch: whole groups of responses to one prompt; one micro-batch is sampled while the previous one
         is trained on.
       micro_batches: micro-batches of a batch, whose gradients add up to one update.
+      dynamic_sampling: most prompts sampled for a batch, in multiples of `prompts_per_batch`.
       updates_per_batch: optimizer steps on each batch.
       batches: batches of the whole run.
       max_prompt_tokens, max_response_tokens: limits of a pair.
@@ -69,6 +70,7 @@ class RLBatch(SampledBatch):
     pairs_per_batch: int
     pairs_per_micro_batch: int
     micro_batches: int
+    dynamic_sampling: int
     updates_per_batch: int
     batches: int
     max_prompt_tokens: int
@@ -134,6 +136,9 @@ class RLBatch(SampledBatch):
         each = self.num_generations
         chunk = self.pairs_per_micro_batch
         prompts = _prompts(self.prompts_per_batch)
+        most = ""
+        if self.dynamic_sampling > 1:
+            most = f", of at most {self.dynamic_sampling * self.prompts_per_batch} prompts sampled"
         in_chunk = _prompts(self.prompts_per_micro_batch)
         devices = f"{self.trainer_devices} train, {self.sampler_devices} sample; {self.micro_batches - 1} of "
         devices += f"{self.micro_batches} micro-batches are trained on while the next is sampled"
@@ -141,7 +146,7 @@ class RLBatch(SampledBatch):
             devices = "the same devices sample and train, in turns"
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         return [
-            ("pairs_per_batch", f"{self.pairs_per_batch} = {prompts} x {each} generations"),
+            ("pairs_per_batch", f"{self.pairs_per_batch} = {prompts} x {each} generations{most}"),
             ("micro_batches", f"{self.micro_batches} of {chunk} pairs, {in_chunk} each"),
             ("updates_per_batch", f"{self.updates_per_batch}; {batches} in all"),
             (
@@ -274,6 +279,7 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
         pairs_per_batch=pairs,
         pairs_per_micro_batch=chunk,
         micro_batches=pairs // chunk,
+        dynamic_sampling=config.dynamic_sampling,
         updates_per_batch=config.num_iterations,
         batches=config.steps // config.num_iterations,
         max_prompt_tokens=config.max_prefill_predict_length,

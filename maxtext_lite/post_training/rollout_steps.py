@@ -179,6 +179,8 @@ class RolloutSteps:
         first, after = self._prompts
         numbers = self._prompt_numbers(first, after - first)
         more = {**about, **busy}
+        if self._config.dynamic_sampling > 1:  # a batch may read more prompts than it has groups
+            more["epoch"] = after / len(self._rl.prompts)
         return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, more, self._prompts)
 
     def _say_mismatch(self, metrics: Mapping[str, Array]) -> None:

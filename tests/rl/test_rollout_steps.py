@@ -138,6 +138,7 @@ def test_groups_of_equal_rewards_are_replaced_however_a_batch_is_split(
         num_read = 8 if sum(is_odd) < 4 else int(np.cumsum(is_odd).searchsorted(4)) + 1
         first += num_read
         assert line["prompts_seen"] == other["prompts_seen"] == first
+        assert line["epoch"] == first / 90
         share = sum(is_odd[:num_read]) / num_read
         assert line["equal_reward_groups"] == pytest.approx(1 - share)
         assert line["responses_hash"] == other["responses_hash"]
