@@ -150,8 +150,12 @@ def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(
     assert step["loss"] == pytest.approx(mean_loss(tmp_path / "out", config), rel=1e-4)
 
 
-def test_an_adapter_is_trained_merged_and_exported(hf, texts, tmp_path, one_device):
-    words = "optimizer=sgd steps=3 lora_rank=3 lora_alpha=6 learning_rate=1"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_trained_merged_and_exported(
+    hf, texts, tmp_path, one_device, dtype
+):
+    """A sum of bfloat16 weights and float32 adapters is exported in the float32 of the model that the run came from."""
+    words = f"optimizer=sgd steps=3 lora_rank=3 lora_alpha=6 learning_rate=1 weight_dtype={dtype}"
     start = f"load_parameters_path={hf}"
     _, run = trained(tmp_path, texts, *words.split(), start)
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
@@ -164,8 +168,9 @@ def test_an_adapter_is_trained_merged_and_exported(hf, texts, tmp_path, one_devi
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     matrices = safetensors.numpy.load_file(path)
     assert all(np.abs(matrix).max() > 0 for matrix in matrices.values())
-    for out in ("merged", "plain"):
-        assert_merged(matrices, tensors(hf), tensors(tmp_path / out))
+    frozen = {name: x.astype(dtype) for name, x in tensors(hf).items()}
+    assert_merged(matrices, frozen, tensors(tmp_path / "merged"))
+    assert_merged(matrices, tensors(hf), tensors(tmp_path / "plain"))
 
 
 def assert_merged(adapters, base, found):

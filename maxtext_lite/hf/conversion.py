@@ -121,6 +121,8 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         dtype=dtype,
         end_of_text_id=end_of_text_of(config),
     )
+    if config.lora_rank:  # the sum of weights and adapters is rounded to the exported format, not to the run's
+        config = config.model_copy(update={"weight_dtype": dtype})
     abstract = _abstract_params(config)
     if config.lora_rank and not merge_lora:
         return _export_adapters(source, out, abstract, fields, config)

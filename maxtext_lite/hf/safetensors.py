@@ -251,8 +251,11 @@ def write_file(file: Path, tensors: list[Tensor], **about: str) -> None:
     """Writes tensors into a file, which gets its name only when it is complete; `about` is metadata."""
     made = {tensor.name: np.asarray(tensor.make(), tensor.dtype, order="C") for tensor in tensors}
     with replacing(file) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode
         try:
             save_file(made, partial, {"format": "pt", **about})
+            partial.chmod(mode)  # save_file makes a file that only its owner may read
         except SafetensorError as error:  # of the file system: "I/O error: No space left on device (os error 28)"
             found = re.search(r"os error (\d+)", str(error))
             number = int(found[1]) if found else errno.EIO

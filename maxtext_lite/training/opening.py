@@ -10,7 +10,7 @@ import jax
 from maxtext_lite.batching import BatchPlan, Topology, has_same_batch_keys, keep_batches, make_plan, plan_batch
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError, registry
-from maxtext_lite.config.errors import Refusal, settings_of
+from maxtext_lite.config.errors import Refusal, counted, settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.data import Examples, ExampleSource, example_shape
@@ -152,7 +152,15 @@ def open_data(
     machine = machine_of(start_devices())
     hosts = plan_batch(config, **machine).loading_hosts  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)
-    return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
+    source = sources[0]
+    try:
+        plan = make_plan(config, **machine, num_examples=len(source), device_memory_gb=device_memory_gb)
+    except UserError as error:
+        if not source.packed_text:
+            raise
+        data = f"{counted(len(source), 'example')}{source.packed_text}"
+        raise UserError(f"{data}: {problem}" for problem in error.problems) from None
+    return plan, sources
 
 
 def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, Any]:

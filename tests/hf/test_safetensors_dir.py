@@ -52,7 +52,10 @@ def write(directory, **how):
 @pytest.mark.fast
 def test_the_library_reads_what_is_written_and_what_it_wrote_is_read(tmp_path):
     write(tmp_path)  # each tensor is cast as its turn comes
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    (file,) = tmp_path.iterdir()
+    (tmp_path / "another").touch()
+    assert file.name == "model.safetensors"
+    assert file.stat().st_mode == (tmp_path / "another").stat().st_mode
     assert_same(safetensors.numpy.load_file(tmp_path / "model.safetensors"), TENSORS)
     with safetensors.safe_open(tmp_path / "model.safetensors", "np") as opened:
         assert opened.metadata() == {"format": "pt"}
