@@ -88,16 +88,16 @@ def append_restart(
     """
     path = config.load_parameters_path
     history = [dict(start) for start in before]
-    stated = stated or batch_settings(config)
-    if history and has_same_batch_keys(history[-1], stated):
-        stated = history[-1].get("stated", stated)
+    batch_keys = dict(stated or batch_settings(config))
+    if history and has_same_batch_keys(history[-1], batch_keys):
+        batch_keys = history[-1].get("stated", batch_keys)
     now = {
         "step": step,
         "end": list(plan.length.end_after(step, examples_seen)),
         "batch": plan.global_batch_to_train,
         "batches": [[stage.threshold, stage.global_batch_to_train] for stage in plan.stages],
         "split": plan.split,
-        "stated": dict(stated),
+        "stated": batch_keys,
         "settings": {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS},
         "parameters": path and str(absolute(original(path, "load_parameters_path"))),
     }
