@@ -287,7 +287,7 @@ def _plain(text: str) -> object:
 
 
 def _paths(text: str) -> object:
-    """A list of paths, null, or a path: the text as it is, so 2024, *.txt, `x: y.txt` and `x #1.txt` are paths."""
+    """A list of paths, null, or a path. Texts such as 2024, *.txt, `x: y.txt` and `x #1.txt` are paths."""
     if text.strip() in ("", "~", "null"):
         return None
     try:

@@ -12,7 +12,7 @@ from maxtext_lite.console import complain
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a shrunken config in every split; returns 0 if all agree with the whole batch on one device, otherwise 1.
+    """Runs a scaled-down config in every split; returns 0 if all agree with one device's whole batch, otherwise 1.
 
     Raises:
       UserError: with every problem of the config or the arguments.

@@ -14,7 +14,7 @@ LOCK = Path(__file__).resolve().parent.parent / "constraints.txt"
 
 
 def audit(lock: str, url: str = OSV) -> list[str]:
-    """The report on the locked versions: a line for each that has advisories, or one line that says there are none."""
+    """Reports on the locked versions: a line for each with advisories, or one line if there are none."""
     locked = re.findall(r"^([\w.-]+)==([^ ;\n]+)", lock, re.MULTILINE)
     asked = [{"package": {"name": name, "ecosystem": "PyPI"}, "version": version} for name, version in locked]
     request = urllib.request.Request(url, json.dumps({"queries": asked}).encode(), {"Content-Type": "application/json"})

@@ -173,7 +173,7 @@ def _norms_alone(decoder: Any, mesh: Any) -> Callable[[], None]:
 
 
 def time_in_turns(found: dict[Variant, Subject], repeats: int) -> dict[Variant, list[float]]:
-    """Seconds per example of each variant in each round; a turn is as many steps as make up the largest batch."""
+    """Seconds per example of each variant in each round; a turn has as many steps as the largest batch takes."""
     most = max(subject.examples for subject in found.values())
     seconds: dict[Variant, list[float]] = {variant: [] for variant in found}
     for subject in found.values():

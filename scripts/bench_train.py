@@ -54,7 +54,7 @@ class Workload:
         return self.batch * self.length
 
     def flops(self, *, causal: bool) -> float:
-        """Model FLOPs of a step: 6 per weight of a matmul and token, and attention's full square, or half of it."""
+        """Model FLOPs of a step: 6 per matmul weight and token, and attention's full square, or half of it."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = self.emb * (2 * width + 2 * kv_width) + 3 * self.emb * self.mlp
         attention = 12 * width * self.length / (2 if causal else 1)

@@ -43,7 +43,7 @@ ENDING = 2.0  # seconds that a process may take to end after its last words
 MOST_GROWTH = {"MB": (statistics.median, statistics.median, 4.0), "threads": (max, min, 1.0), "files": (max, min, 1.0)}
 
 Samples = list[tuple[float, dict[str, float]]]
-"""What a process held, and how many seconds after its start; from its first step on, which a busy machine delays."""
+"""What a process held, and how many seconds after its start, from its first step on (a busy machine delays it)."""
 
 
 def held(process: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 @status_line.shown()
 def read_data(config: Config, *, with_ids: bool) -> None:
-    """Reads the batches of a run onto its devices, from its first step, and prints rows and target tokens per second.
+    """Reads a run's batches onto its devices, from the first step, and prints rows and target tokens per second.
 
     The run directory is neither made nor read.
 

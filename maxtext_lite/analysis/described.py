@@ -1,4 +1,4 @@
-"""Targets to compile for that need not be attached: TPU slices by libtpu, the GPUs of a host by jax's CUDA plugin."""
+"""Unattached devices to compile for: TPU slices by libtpu, the GPUs of a host by jax's CUDA plugin."""
 
 import os
 import re

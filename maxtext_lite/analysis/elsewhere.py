@@ -19,7 +19,7 @@ _TRAINING = (
     "global_batch_to_train", "steps", "total_examples", "num_examples", "last_batch_examples", "dropped_examples",
     "rampup", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
 )  # fmt: skip
-"""Plan values that decide the update of a step. The order of the examples, which also does, depends on no machine."""
+"""Plan values that decide a step's update. So does the order of the examples, but no machine changes it."""
 _MACHINE = (
     "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train", "empty_slots_per_micro_batch",
     "gradient_accumulation_steps", "global_batch_to_load", "loads_per_step", "loading_hosts",

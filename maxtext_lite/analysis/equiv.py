@@ -319,7 +319,7 @@ class _Run(NamedTuple):
 
 
 def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Path) -> Iterator[str]:
-    """Trains in a process of its own that simulates this many devices; yields the name of each run once it has ended.
+    """Trains in a new process with this many simulated devices; yields each run's name when it has ended.
 
     The process ends with the iterator; without its parent, at the end of a run.
     """

@@ -18,7 +18,7 @@ MEASURED = (1.64, 1.80)
 def least_step(
     config: Config, plan: BatchPlan, device: Device | None, stage: BatchStage | None = None
 ) -> StepTime | None:
-    """The least time of a step of a stage, at the peaks of a device; None for one whose figures are not known.
+    """A lower bound on a stage's step time, at the device's peak rates; None if they are unknown.
 
     Args:
       stage: None: the last one, at the target.

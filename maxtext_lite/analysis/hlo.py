@@ -581,7 +581,7 @@ class LargeArray(NamedTuple):
 
 
 class ProgramWork(NamedTuple):
-    """The work of one device in one run of a module. None: unknown, for example because of a loop's trip count.
+    """One device's work in one run of a module. None: unknown, for example because of a loop's trip count.
 
     Attributes:
       matmul_flops: two per multiply-add, by the operands' dtype (HLO's names, joined by x if they differ), without
@@ -888,8 +888,8 @@ def scheduled_seconds(
     busy: Callable[[Computation, Instruction], float],
     sent: Callable[[Collective], float],
 ) -> float:
-    """The time of one run of a module by its schedule, where what starts asynchronously runs beside instructions
-    until it is awaited.
+    """The time of one run of a module by its schedule. Asynchronous operations overlap instructions until they are
+    awaited.
 
     Collectives run one after the other, and so do asynchronous copies. What is awaited outside of its computation, such
     as in the next trip of a loop, is taken to be awaited at once. A conditional takes its longest branch.

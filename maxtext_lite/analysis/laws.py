@@ -13,8 +13,8 @@ from maxtext_lite.batching.parameters import active_parameters, count_parameters
 from maxtext_lite.config import Config
 
 Purpose = Literal["best", "critical", "rate"]
-"""A best batch reaches the lowest loss on given tokens; beyond a critical one, larger batches hardly save steps; a rate
-is that at the best batch of the same source."""
+"""A best batch reaches the lowest loss on given tokens. Beyond a critical one, larger batches hardly save steps. A rate
+belongs to the best batch of the same source."""
 
 WIDENING = 2.0
 """The factor by which the interval of best batches is widened on both sides, at about 5 % more compute.
@@ -237,8 +237,8 @@ def measured_scale(noise_scale: float, relative_error: float | None) -> str:
 
 
 def batch_size_advice(noise_scale: float | None, relative_error: float | None, batch: int) -> str:
-    """What the noise scale implies for a batch, which is well below (above) it if the near end of the error bar is more
-    than twice (less than half) the batch.
+    """What the noise scale implies for a batch. The batch is well below (above) it if the near end of the error bar is
+    more than twice (less than half) the batch.
 
     To reach a loss takes steps as 1 + noise / batch and examples as 1 + batch / noise.
 

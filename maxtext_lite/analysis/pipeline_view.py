@@ -14,7 +14,7 @@ _MOST_TICKS_OF_SVG = 96
 
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
-    """A line for each stage, a column for each tick: F3b is microbatch 3 forward in the second round, a dot is idle."""
+    """A line per stage, a column per tick: F3b is microbatch 3 forward in round two, a dot is idle."""
     rows = timetable(shape, schedule)
     cells: list[list[str]] = []
     for row in rows:

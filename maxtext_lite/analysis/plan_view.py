@@ -44,7 +44,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
-    """The memory of a device in words, and each part's name, bytes and share of the limit or of a larger total."""
+    """A device's memory in words, and each part's name, bytes and share of the limit or of a larger total."""
     memory = plan.get("memory")
     if memory is None:
         return "", []

@@ -95,8 +95,8 @@ def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSiz
 
 
 def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str, *, silent_seconds: float) -> float:
-    """The time of a compiled step, if each instruction takes as long as its FLOPs or its memory traffic, and each
-    collective as long as its bytes, in the order and with the overlap in which the compiler scheduled them.
+    """The time of a compiled step, in the order and with the overlap that the compiler scheduled. Each instruction
+    takes as long as its FLOPs or its memory traffic, and each collective as long as its bytes.
 
     Args:
       dtype: of the activations, in which kernels compute.

@@ -87,7 +87,7 @@ class RankedPlan:
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Whether the user left a key open: it is stated neither in a file of theirs nor on the command line."""
+    """Whether the user left a key open, both in their files and on the command line."""
     origin = config.origins.get(key)
     return isinstance(origin, Origin) and origin.is_default
 
@@ -144,8 +144,8 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
 
 
 def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> tuple[dict[str, Any], str]:
-    """The keys of the fastest plan that fits, or without enough figures of the device of the one with the fewest
-    micro-batches; and which of the two it is, in words.
+    """The keys of the fastest plan that fits, and in words why it was chosen. Without enough figures of the device it
+    is the plan with the fewest micro-batches.
 
     Args:
       plan_of: makes plans that know the memory of a device, if it is known.

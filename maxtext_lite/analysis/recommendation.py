@@ -303,7 +303,7 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
 
 
 def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
-    """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
+    """The keys of a batch and of a run of that many steps, with changes to keys that would contradict them."""
     found: dict[str, object] = {**keys, "steps": steps}
     for key, value in _TOKENS_SAY.items():
         if key not in keys and getattr(config, key) != value:

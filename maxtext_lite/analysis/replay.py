@@ -60,8 +60,8 @@ _EXACT = (
 """Metrics that must be equal, causes before consequences."""
 
 _ARRAYS_FLOOR = 1e-2
-"""The share of the whole tree's norm that is added to an array's own, with a tolerance: the 1e-7 beside the 1e-5 of
-"two runs agree". Arrays that are 0 up to rounding, such as the biases of keys, have no meaningful relative error."""
+"""The share of the whole tree's norm that a tolerance adds to an array's own: the 1e-7 beside the 1e-5 of "two runs
+agree". Arrays that are 0 up to rounding, such as the biases of keys, have no meaningful relative error."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _counts(name: str, tolerance: float) -> bool:
 
 
 def is_around_0(name: str, record: Record) -> bool:
-    """Whether a metric may be 0 up to the rounding of numbers around 1, as the sum of a group's advantages is."""
+    """Whether a metric may be 0 up to the rounding of numbers near 1, like the sum of a group's advantages."""
     return name.startswith(_AROUND_0) or (name == "loss" and _OF_POLICY in record)
 
 
@@ -182,7 +182,7 @@ def _same(name: str, first: Any, second: Any, tolerance: float, floor: float) ->
 
 
 def rows_of_step(run: Path, step: int) -> list[Any] | str:
-    """The numbers of the rows that a step of a run consumed, in order; of a mixture, with the names of their sources.
+    """The rows that a step of a run consumed, by number, in order; of a mixture, with their sources.
 
     They are computed from config.yml and the data, and checked against the step's `examples_hash`. Where they are
     unknown, the result is a sentence that says why.

@@ -233,7 +233,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
 
 
 def _columns(records: Mapping[int, Record], metrics: Sequence[str], by_source: Sequence[str]) -> dict[str, Column]:
-    """`step` and the columns with any value, over the steps in order; a metric by source has one for each source."""
+    """`step` and the columns with any value, over the steps in order; a metric by source has several."""
     order = sorted(records)
     columns: dict[str, Column] = {"step": order}
     for metric in metrics:

@@ -86,8 +86,8 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
 
 
 def _mesh_axes(axes: tuple[str, ...], over_data: str | None) -> tuple[str, ...]:
-    """The mesh axes that split one side of a matrix; over `data` only by the first of the side's own axes, as XLA
-    gathers the others before it merges them."""
+    """The mesh axes that split one side of a matrix. Over `data` only the first of the side's own axes splits it,
+    because XLA gathers the others before it merges them."""
     mesh_axes = ["data"] if over_data == axes[0] else []
     for axis in axes:
         mesh_axes += MESH_AXES_OF_WEIGHTS[axis]
@@ -482,8 +482,8 @@ class StepModel:
         return size / (self._device.host_bytes_per_second or 1) if size else 0.0
 
     def _keys(self, tokens: int, kept: frozenset[str] | None) -> tuple[float, float]:
-        """Seconds per micro-batch of gathering keys and values over context, and of reducing their gradients, which a
-        GPU does in float32."""
+        """Seconds per micro-batch to gather keys and values over context and to reduce their gradients. A GPU reduces
+        in float32."""
         config = self._config
         sizes = self._sizes
         elements = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]

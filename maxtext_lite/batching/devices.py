@@ -59,7 +59,7 @@ class Device:
     per_chip: int = 1
 
     def in_hosts(self, num_devices: int, num_hosts: int) -> "Device":
-        """The same device on a machine with that many: links that end at a host join no more than its devices."""
+        """The same device on a machine with that many; links within a host join only the host's devices."""
         if self.links_hosts:
             return self
         return dataclasses.replace(self, most_linked=min(self.most_linked, max(num_devices // num_hosts, 1)))

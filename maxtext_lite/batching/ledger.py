@@ -7,9 +7,9 @@ from typing import Literal
 from maxtext_lite.config.errors import bytes_text
 
 Moment = Literal["loss", "mlp", "attention", "update", "rollout"]
-"""The moments at which most may be held: between the forward and the backward pass, during the backward pass of a
-layer's mlp or experts, during that of its attention, while the optimizer runs, and in reinforcement learning while the
-same devices sample."""
+"""The moments at which memory may peak. These are between the forward and the backward pass, during the backward pass
+of a layer's mlp or experts, during that of its attention, while the optimizer runs, and in reinforcement learning while
+the same devices sample."""
 LAYERS: tuple[Moment, ...] = ("mlp", "attention")
 PASSES: tuple[Moment, ...] = ("loss", *LAYERS)
 MOMENTS: tuple[Moment, ...] = (*PASSES, "update")

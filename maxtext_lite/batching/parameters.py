@@ -194,6 +194,6 @@ def elements_on_device(weight: Weight, mesh: Mapping[str, int], tiled: bool = Fa
 
 
 def _tiled(rows: int, columns: int) -> int:
-    """Elements of a matrix padded to tiles: columns to multiples of 128, rows to multiples of 8, or few rows to 2^k."""
+    """Elements of a matrix padded to tiles: columns to multiples of 128, rows to multiples of 8 (few rows: to 2^k)."""
     filled = -(-rows // 8) * 8 if rows >= 8 else 1 << (rows - 1).bit_length()
     return filled * -(-columns // 128) * 128

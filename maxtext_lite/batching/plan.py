@@ -275,7 +275,7 @@ class BatchPlan(Batch):
         return max(1, round(stated * self.steps_per_epoch))
 
     def schedule_end(self, unit: Literal["steps", "examples", "tokens"], step: int, examples_seen: int) -> float:
-        """The position at which the schedule of a run ends, in steps of the target batch: at the end of the run.
+        """The position at which a run's schedule ends, in steps of the target batch: the end of the run.
 
         Args:
           unit: `schedule_unit`.
@@ -574,7 +574,7 @@ def _data_refusals(config: Config, num_examples: int | None) -> list[Refusal]:
 
 
 def _with_costs(config: Config, plan: BatchPlan, accelerator: Accelerator, memory_gb: float | None) -> BatchPlan:
-    """The plan with the FLOPs and memory of a step and the cost of each schedule, as far as what estimates is there."""
+    """The plan with the FLOPs and memory of a step and the cost of each schedule, where estimators are installed."""
     largest = max(stage.micro_batch_to_train for stage in plan.stages)
     rows = plan.rows_per_example * plan.slots_for(largest)
     pieces = plan.num_pipeline_microbatches

@@ -1,4 +1,4 @@
-"""What follows from the examples seen: the batch of a ramp, the length of a run, and the learning rate of a batch."""
+"""Schedules by examples seen: a ramp's batches, the length of a run, and a batch's learning rate."""
 
 import bisect
 import itertools
@@ -64,7 +64,7 @@ def json_number(value: Any) -> Any:
 
 
 def make_stages(batches: Sequence[tuple[int, Batch]]) -> tuple[BatchStage, ...]:
-    """The stages of a run with these thresholds and batches. A step that begins at or past a threshold takes its batch.
+    """A run's stages for these thresholds and batches. A step that begins at or past a threshold takes its batch.
 
     Thresholds rise from 0. No step is cut, and the overshoot of one does not move a later threshold.
     """
@@ -204,7 +204,7 @@ class RampupBatchManager:
 def make_rampup(
     config: Config, batch: Batch | None, num_devices: int, sampled: Sequence[tuple[int, Batch]] | None = None
 ) -> RampupBatchManager | Refusal | None:
-    """The schedule of a config's batch; None where there is one batch or the target is unknown; or a rule it breaks.
+    """The schedule of a config's batch, or a rule it breaks; None for a single batch or an unknown target.
 
     Args:
       sampled: thresholds and batches of a run that samples its examples.
@@ -243,7 +243,7 @@ def batch_settings(config: BatchConfig) -> dict[str, str]:
 
 
 def has_same_batch_keys(start: Mapping[str, Any], stated: Mapping[str, str]) -> bool:
-    """Whether these batch keys are as the user stated them at a start of a run, or as its config.yml has them."""
+    """Whether these batch keys are as the user stated them at a start of a run or as in its config.yml."""
     settings = start.get("settings", {})
     return stated in (start.get("stated"), {key: settings.get(key) for key in GLOBAL_BATCH_KEYS})
 
@@ -365,7 +365,7 @@ class RunLength:
 
     @property
     def stages_ahead(self) -> tuple[BatchStage, ...]:
-        """The stages that are not over, each with the steps and examples that this start has before it and in it."""
+        """The stages that remain, each with this start's steps and examples before it and in it."""
         found: list[BatchStage] = []
         step, seen = self.done
         for stage, steps in self.ahead(seen):
@@ -461,7 +461,7 @@ def derive_length(
 
 
 def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
-    """The part of the peak to which the rate has fallen at positions `u` of a run that ends at `last`.
+    """The decayed learning rate, as a part of the peak, at positions `u` of a run that ends at `last`.
 
     It is 1 at u = warmup_steps and the final fraction at u = last; neither point is rounded.
 
@@ -486,7 +486,7 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
 
 
 def warm_up(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
-    """The part of the peak to which the rate has risen at positions `u` of a run that ends at `last`, at most 1."""
+    """The warm-up's part of the peak rate, at most 1, at positions `u` of a run that ends at `last`."""
     warmup = warmup_end(config, last)
     if warmup == 0:  # positions count in part where the schedule's unit is examples
         return xp.ones_like(u)
@@ -494,7 +494,7 @@ def warm_up(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
 
 
 def warmup_end(config: OptimizerConfig, last: float) -> float:
-    """The position at which the warm-up of a run that ends at `last` is over: warmup_steps, or below 1 that part."""
+    """Where the warm-up of a run that ends at `last` is over: at warmup_steps, or below 1 at that part."""
     stated = float(config.warmup_steps)
     return stated * last if stated < 1 else stated
 

@@ -141,7 +141,7 @@ CHUNKS = {"fsdp": 1, "tensor": 1, "context": 2, "expert": 1}
 
 
 def _parts_of_model(config: Config, key: str) -> int:
-    """What the size of a mesh axis must divide for the model; 0, which all sizes divide, where it splits no dim."""
+    """What a mesh axis's size must divide for the model; 0, which all sizes divide, if it splits nothing."""
     axis = _AXIS_OF_KEY[key]
     if axis not in SPLIT_TOGETHER:
         return 0

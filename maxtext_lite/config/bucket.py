@@ -40,7 +40,7 @@ def is_bucket(path: object) -> bool:
 
 
 def refuse_patterns(text: str, key: str, place: str = "a bucket") -> None:
-    r"""Refuses characters that name other files: `* ? [ ] #` in a path in a bucket, `* ? [ ] \\` in one of checkpoints.
+    r"""Refuses wildcards and the like: `* ? [ ] #` in a path in a bucket, `* ? [ ] \\` in one of checkpoints.
 
     fsspec and etils take them for patterns and generations of objects; Orbax, which looks for what its processes have
     written, for patterns too, and TensorStore a backslash for a slash.
@@ -59,7 +59,7 @@ def refuse_patterns(text: str, key: str, place: str = "a bucket") -> None:
 
 
 def any_path(path: str | Path, key: str) -> Path:
-    """A path as an object of pathlib, or for a bucket of etils: the same methods, but no rename and no append.
+    """A path as a pathlib object, or an etils one for a bucket: the same methods without rename and append.
 
     Raises:
       UserError: the extra for the bucket is not installed, or see `refuse_patterns`; names `key`.
@@ -94,7 +94,7 @@ def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def storage_errors(path: object) -> Generator[None]:
-    """A context in which a path is read or written: for a bucket, any error of its libraries becomes an OSError.
+    """A context to read or write a path in. A bucket's library errors become OSErrors.
 
     Raises:
       OSError: with a number and a reason.
@@ -157,9 +157,10 @@ def fetch(directory: str | Path, to: Path, but: tuple[str, ...] = _WEIGHTS) -> N
 
 
 def local_copy(path: str | Path, key: str) -> Path:
-    """A path in this machine's file system: itself, or for a run directory in a bucket a copy until the process ends.
+    """A path in the local file system: itself, or for a run directory in a bucket a temporary copy.
 
-    The copy is made once, without checkpoints and TensorBoard files; `original` gives the path in the bucket.
+    The copy is made once, without checkpoints and TensorBoard files, and is deleted when the process ends; `original`
+    gives the path in the bucket.
 
     Raises:
       UserError: the bucket cannot be read; names `key`.

@@ -66,7 +66,7 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
 
 
 def no_directory(path: str, key: str) -> str:
-    """The refusal of a path that does not exist, and what may be meant; "" if it is empty, exists or is in a bucket."""
+    """Refuses a path that does not exist and suggests others; "" if it is empty, exists or is in a bucket."""
     place = user_path(path)
     if not path or "://" in path or is_there(place):
         return ""
@@ -76,7 +76,7 @@ def no_directory(path: str, key: str) -> str:
 
 
 def hub_hint(path: str, *options: str) -> str:
-    """The clause on how to download what `path` names on the Hugging Face hub; empty where it cannot be an id there.
+    """How to download `path` from the Hugging Face hub, as a clause; empty if it cannot be an id there.
 
     Args:
       options: of `hf download`, such as --repo-type dataset.

@@ -320,8 +320,8 @@ def unknown_to_kernel(config: Config) -> Refusal | None:
 
 
 GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax", "megablox"]
-"""jax's own (a kernel on TPUs; elsewhere a dense matmul of every row with every expert), a loop over blocks of rows in
-plain jax (any platform), tokamax (NVIDIA Hopper GPUs), Pallas (TPUs)."""
+"""jax's own, a loop over blocks of rows in plain jax (any platform), tokamax (NVIDIA Hopper GPUs), Pallas (TPUs). jax's
+own is a kernel on TPUs, and elsewhere a dense matmul of every row with every expert."""
 
 
 def grouped_matmul_kernel(accelerator: Accelerator, dtype: str) -> GroupedMatmul:

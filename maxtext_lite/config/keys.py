@@ -407,7 +407,7 @@ def _tensors(value: object) -> Sequence[str]:
 
 
 def _different(value: object) -> Sequence[str]:
-    """The names of a list without repetition; on the command line, a list for a key of text arrives as its text."""
+    """The names of a list, without repetition. On the command line, a list for a text key arrives as text."""
     if isinstance(value, str):
         value = [*listed(value.strip().removeprefix("[").removesuffix("]"))]
     if not isinstance(value, list):
@@ -889,7 +889,7 @@ class PreferenceConfig(Section):
 QKV = ("query_proj", "key_proj", "value_proj")
 PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context", "expert_rows")
-"""The tensors of a layer with names: its input, the results of its matmuls (experts' like an mlp's), the output of
+"""A layer's named tensors. They are its input, the results of its matmuls (experts' like an mlp's), the output of
 attention, and the tokens at their experts."""
 
 
@@ -966,7 +966,7 @@ class Config(
 
     @classmethod
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:
-        """The rules of this kind of run beside those of every config: each gives the Refusal of a config, or None."""
+        """This kind of run's rules beside those of every config. Each returns a Refusal of the config, or None."""
         return ()
 
     @property

@@ -38,7 +38,7 @@ RUN_FILE = "config.yml"
 WORKING_DIRECTORY = "working_directory"
 """The entry of a run's environment.json for the directory that its relative paths are in."""
 LARGEST_FILE = 2**22
-"""Bytes of a config, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it."""
+"""The most bytes of a config. PyYAML reads them in 20 s; 1000 sources with paths of 600 characters take half."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MOST_NAMED = 20
@@ -338,7 +338,7 @@ def _override_layer(overrides: Iterable[str], problems: list[Refusal], defaults:
 
 
 def _override_value(key: str, text: str) -> object:
-    """The value of `key=text`: for a key that takes text the text itself, unless it is quoted, null or a list."""
+    """The value of `key=text`; for a text key the text itself, unless it is quoted, null or a list."""
     is_text = _takes_text(key) and not text.startswith(("'", '"')) and text not in ("~", "null")
     if is_text and not (_may_list_sources(key) and text.lstrip("[ ").startswith("{")):
         return text

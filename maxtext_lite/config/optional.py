@@ -1,4 +1,4 @@
-"""Parts of the library that a config asks for: absent ones are an error only for a key that is not at its default."""
+"""Parts of the library that a config asks for. An absent part is an error only if its key is not at its default."""
 
 from typing import Any
 

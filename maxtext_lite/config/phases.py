@@ -1,4 +1,4 @@
-"""The phases of this process: seconds of each, the observers that hear of them, and the line that breaks a silence."""
+"""The phases of this process: their seconds, their observers, and a line printed after a long silence."""
 
 import contextlib
 import threading

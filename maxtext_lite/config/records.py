@@ -75,7 +75,7 @@ class Steps:
             self._ranges.append([step, step])
 
     def missing(self, last: int) -> str:
-        """The missing ones of the steps 1 to `last`, in words: "step 3, 7 to 9"; "" if none is missing."""
+        """The steps missing from 1 to `last`, in words: "step 3, 7 to 9"; "" if none is missing."""
         gaps: list[str] = []
         expected = 1
         for first, end in [*sorted(self._ranges), [last + 1, last + 1]]:
@@ -97,7 +97,7 @@ def is_of_evaluations(metric: str) -> bool:
 
 
 def record_text(record: Record) -> str:
-    """A record as a line of such a file; numbers that are not finite become null, as JSON does not have them."""
+    """A record as a line of such a file. Non-finite numbers become null, because JSON has none."""
     return json_text(record) + "\n"
 
 

@@ -69,7 +69,7 @@ def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[obje
 
 
 def path_problem(text: str, *, of_run: bool = False) -> str | None:
-    """Why a text is not a path, or with `of_run` not the path of a run directory; None where it is one."""
+    """Why a text is not a path, or with `of_run` not a run directory's; None if it is one."""
     try:
         _path(empty_allowed=True, schemes=_RUN_SCHEMES if of_run else ())(text)
     except WrongType as wrong:
@@ -218,7 +218,7 @@ def _integers_near(number: float | Fraction, least: int, most: int) -> list[int]
 
 
 def _serialized(value: int | Fraction) -> int | float | str:
-    """The number in a form that reads back as the same one: 16, 0.29, or text such as "1/3" where no float is exact."""
+    """The number in a form that reads back exactly: 16, 0.29, or text such as "1/3" if no float is exact."""
     number = int(value) if value.denominator == 1 else float(value)
     return number if exact(number) == value else number_text(value)
 

@@ -520,7 +520,7 @@ def end_weights(shape: ModelShape) -> WeightTable:
 
 @functools.lru_cache(maxsize=64)  # a plan counts the same model many times
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
-    """All weights: for each stack of equal layers the number of layers and the weights of one; "" is for the rest."""
+    """All weights: for each stack of equal layers their number and one layer's weights; "" has the rest."""
     stacks = {"": (1, end_weights(shape))}
     for stack, layers in shape.stacks.items():
         stacks[stack] = (len(layers), layer_weights(shape.of_stack(stack)))

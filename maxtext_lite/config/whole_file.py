@@ -70,8 +70,8 @@ def partial_name(path: Path) -> Path:
 
 
 UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
-"""Prefixes of directories that are no checkpoints, or of the objects that mark them: not yet complete, being deleted,
-or set aside."""
+"""Prefixes of directories that are no checkpoints, or of the objects that mark them. They are incomplete, being
+deleted, or quarantined."""
 
 
 def steps_in(parent: Path) -> list[int]:

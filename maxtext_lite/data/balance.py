@@ -139,7 +139,7 @@ def _owners(
     room: np.ndarray,
     paid: np.ndarray,
 ) -> np.ndarray:
-    """The shard of each row of a turn; the rows come in the order of falling cost, and each shard has limited room.
+    """Assigns each row of a turn to a shard. Rows are in order of falling cost; shards have limited room.
 
     Each row goes to the shard with the lowest cost so far; among shards without rows, to the one that `paid` least.
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), with limited room.

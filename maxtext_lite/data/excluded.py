@@ -61,7 +61,7 @@ def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
 
 
 def _own_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of the file that a run writes, which may be in a bucket; none where there is no such file."""
+    """The lines of a run's own file, which may be in a bucket; none if there is no such file."""
     try:
         with storage_errors(path):
             content = path.read_bytes()

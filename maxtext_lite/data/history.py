@@ -201,9 +201,9 @@ def early_stop_note(
     steps: int,
     examples_seen: int,
 ) -> list[str]:
-    """A sentence on the learning rate of a run that its data end before its schedule does; [] for any other run.
+    """A sentence on the learning rate of a run whose data end before its schedule; [] for other runs.
 
-    The schedule ends where the run would without a limit of its data, as a run that resumes with more needs it.
+    The schedule ends where the run would with unlimited data, because a run that resumes with more data needs it there.
 
     Args:
       steps, examples_seen: at the end of the run.

@@ -52,8 +52,8 @@ _DOCUMENTS_AT_ONCE = 2**20
 FIELDS = ("tokens", "targets", "segments", "positions", "weights")
 """The arrays of an example."""
 REFERENCE = "reference"
-"""Another array of examples for DPO: at the first token of each sequence, the summed log-probability that the
-reference gives its answers; 0 elsewhere."""
+"""A further array of DPO's examples, the reference's log-probabilities. The first token of each sequence has the sum
+over its answers; the others have 0."""
 
 
 def count_by_length(document_starts: np.ndarray) -> tuple[np.ndarray, int, int]:
@@ -76,7 +76,7 @@ def field_dtype(name: str) -> type[np.generic]:
 
 
 class Documents(NamedTuple):
-    """The documents in some rows, in any order. The padding of a row counts as one, as it does for attention.
+    """The documents in some rows, in any order. A row's padding counts as one, as for attention.
 
     Attributes:
       lengths: tokens of each document in its row; int64.

@@ -1,4 +1,5 @@
-"""What a source of examples is: a picklable sequence with random access, read in an order that is not its own."""
+"""The interface of an example source: a picklable sequence with random access, read in an order that it does not
+choose."""
 
 from __future__ import annotations
 

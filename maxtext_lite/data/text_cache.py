@@ -44,7 +44,7 @@ from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 
 LEAST_BYTES = 2**25
-"""Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""
+"""The least size of a text worth caching. A smaller one is tokenized faster than a cache is checked."""
 _FORMAT = 3
 _DOCUMENTS_PER_ENCODING = 4096  # these two bound the memory of the tokenizer library's results
 _CHARACTERS_PER_ENCODING = 2**22
@@ -98,7 +98,7 @@ def _cached(
     encoder: TextEncoder,
     files: list[tuple[str, Path]],
 ) -> TokenizedDocuments | None:
-    """The text from the cache, into which it is tokenized first if it is missing; None if no cache can be written."""
+    """The text from the cache, tokenized into it first if missing; None if no cache can be written."""
     # Beside the runs, where many hosts see it and there is room for it.
     beside = config.base_output_directory
     if os.environ.get(CACHE_VARIABLE) or not beside or is_bucket(beside):

@@ -56,7 +56,7 @@ _ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
 
 
 def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
-    """(name for messages, file) of each file that a path, a glob or the name of a shipped text denotes, sorted by name.
+    """(name for messages, file) of each file of a path, a glob or a shipped text's name, sorted by name.
 
     A message names the files of a directory that are not read.
 
@@ -125,7 +125,7 @@ def _dataset_files(key: str, path: str) -> list[tuple[str, pathlib.Path]] | None
 
 
 def _stated(file: pathlib.Path, field: str) -> list[Any]:
-    """The list in a field of a file; empty where there is none, as in a file of that name from another program."""
+    """The list in a field of a file; empty without one, as in another program's file of that name."""
     value = read_object(file).get(field) if is_there(file) else None
     return value if isinstance(value, list) else []
 

@@ -176,7 +176,7 @@ def _model_files(config: Config, origin: Path) -> dict[str, bytes]:
 
 
 def _with_tokens(fields: JsonObject, ends: list[int], tokenizer: Tokenizer) -> JsonObject:
-    """The fields of a file about a model, with the tokens that end a text, and others only if they are special."""
+    """A model file's fields, with the tokens that end a text, and other tokens only if they are special."""
     ids: JsonObject = {"eos_token_id": ends or None}
     if len(ends) == 1:
         ids["eos_token_id"] = ends[0]

@@ -262,8 +262,8 @@ def stored_dtype(fields: JsonObject) -> str:
 # ---- Models of images and text, and models that are not built ------------------------------------------------------
 
 TOWERS: Mapping[str, Mapping[str, JsonObject]] = TABLE["towers"]
-"""For a model_type of text and images: the model_types of its text_config, the usual one first, each with the defaults
-that transformers has for its fields."""
+"""The text models of a model_type of text and images: the model_types of its text_config, the usual one first. Each has
+the defaults that transformers has for its fields."""
 
 _OF_IMAGES = TABLE["of_images"].split()
 _OF_ALL = WITHOUT_EFFECT | {"dtype", "torch_dtype", "quantization_config", "auto_map", "tie_word_embeddings"}

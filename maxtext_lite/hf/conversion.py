@@ -165,7 +165,7 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
 
 
 def _base(config: Config) -> tuple[str, str]:
-    """The model that a run's adapters belong to, "" if it has no path; and a line for the user if it is a run."""
+    """The model of a run's adapters, "" if it has no path; and a line for the user if it is a run."""
     path = config.load_parameters_path
     if not path:
         return "", ""

@@ -127,7 +127,8 @@ class DequantizedDir(SafetensorsDir):
         return UserError(f"{self._stored[name].file}: {value_text(name)} {why} ({self._where}).")
 
     def _mxfp4(self, name: str) -> None:
-        """[E, out, in / 32, 16] bytes of two numbers each, with a power of two for every 32, as [E, in, out]."""
+        """Decodes [E, out, in / 32, 16] bytes of two numbers each, with a power of two for every 32, to [E, in,
+        out]."""
         if not name.endswith("_blocks"):
             return
         base = name.removesuffix("_blocks")
@@ -290,7 +291,7 @@ def _nibbles(packed: np.ndarray, *, low_first: bool) -> np.ndarray:
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
-    """Numbers of `bits` bits from words [rows, words], from the lowest bit on; the least number is -2 ** (bits - 1)."""
+    """Unpacks `bits`-bit numbers from words [rows, words], lowest bits first; the least is -2 ** (bits - 1)."""
     first = columns.start * bits // 32
     last = _ceil_div(columns.stop * bits, 32)
     part = np.ascontiguousarray(words[:, first:last], "<i4").view(np.uint8)

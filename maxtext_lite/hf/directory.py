@@ -124,7 +124,7 @@ def run_config_json(
 
 
 def provide(path: str, stated: Mapping[str, tuple[object, str]], max_target_length: object) -> Provided | None:
-    """What a Hugging Face directory, an adapter, an imported model, or a run says about the config that begins with it.
+    """The keys that a Hugging Face directory, an adapter, an imported model or a run decides for a config.
 
     Args:
       stated: the keys that the user's files, command line or model_name state, with where.

@@ -184,7 +184,7 @@ class WithoutRotation(Part):
 
 
 class ChunkedLayers(Part):
-    """Llama 4's layers: rotated ones attend within chunks. Every fourth, or those with a 0 in `no_rope_layers`, is not
+    """Llama 4's layers. Rotated ones attend within chunks. Every fourth, or those with a 0 in `no_rope_layers`, is not
     rotated and attends to everything, with queries that may grow with their positions."""
 
     def read(self, fields: Fields) -> JsonObject:

@@ -92,7 +92,7 @@ def maxtext_defaults() -> Values:
 
 
 def keys_without_part_in(stated: Values) -> frozenset[str]:
-    """The keys that have no part in a model: those of layers if it is named, and else of experts if it has none.
+    """Keys without effect on a model: those of layers if it is named, else those of experts if it has none.
 
     MaxText's own file of defaults states them all, and its versions differ in them.
     """

@@ -94,7 +94,7 @@ def _stored_tokens(config: Config, stored: Path, *, is_whole: bool) -> dict[str,
 
 
 def _found(path: str | SourceList, there: Path) -> str | SourceList:
-    """The path of a key; a relative one that names nothing here, but something in the directory `there`, is from there.
+    """The path of a key. A relative one that exists in the directory `there`, but not here, is taken from there.
 
     The same goes for each path of a list of sources.
     """

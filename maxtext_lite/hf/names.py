@@ -238,7 +238,7 @@ class Entry:
     num_experts: int
 
     def tensor_names(self) -> Iterator[tuple[str, int, int]]:
-        """Each tensor's name, with the numbers of the layer in the stack and of the expert; 0 if there are none."""
+        """Each tensor's name, with its layer's number in the stack and its expert's; 0 without them."""
         for layer in range(math.prod(self.layer_dims)):
             for expert in range(self.num_experts):
                 yield self.tensor_name(layer, expert), layer, expert

@@ -161,7 +161,7 @@ def _with_inputs(name: Name, rank: int) -> Name:
 
 
 def read_peft_adapters(adapter: Adapter, shapes: Shapes) -> Params:
-    """The adapters of a PEFT directory as a decoder with its LoRA keys has them, float32 and whole on the host.
+    """A PEFT directory's adapters in the layout of a decoder with its LoRA keys, float32 and whole on the host.
 
     Args:
       shapes: of the parameters without adapters, by path.
@@ -218,7 +218,7 @@ def _layers_of(
     shape: Shape,
     inputs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices of a weight of this shape; in each layer it is a part of one of the entry's modules."""
+    """The matrices of a weight of this shape, which in each layer is a part of an entry's module."""
     counted = len(entry.layer_dims)
     lengths = shape[counted : counted + inputs]
     # Zeros for a module without an adapter: there the gradients of both matrices are 0.

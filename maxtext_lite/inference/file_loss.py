@@ -66,7 +66,7 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
 
 
 def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
-    """How to read the file: as the run reads its data; a text, though, need not be prepared as the run's is."""
+    """How to read the file: as the run reads its data, except that a text need not be prepared."""
     kind = config.dataset_type
     if config.run_kind == "rl":
         raise UserError(

@@ -243,7 +243,7 @@ class TextScorer:
         return found
 
     def _span(self, context: str, continuation: str) -> Span:
-        """The tokens of a continuation and, as far as they fit before it, of its context; at least one of these."""
+        """The tokens of a continuation, after as many of its context as fit, but at least one."""
         tokens, first = continued(self._encode_context, context, continuation)
         if first == 0:  # no context, and the tokenizer adds no first token
             tokens = [self._end_of_text_id, *tokens]

@@ -18,7 +18,7 @@ _STAND_INS = re.compile("[\ud800-\udfff]")
 def decode_after(
     tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
+    """The text that the tokens add to a prompt's, with a space at the seam if they have one."""
     seam = _seam(tokenizer, prompt)
     token_ids = [*token_ids]
     before = tokenizer.decode(seam)
@@ -97,7 +97,7 @@ class StreamDecoder:
 
 
 def marked_stops(encoder: TextEncoder, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
-    """What to look for in a text that has stand-ins for special tokens; and these, by the ids of the tokens.
+    """What to look for in a text with stand-ins for special tokens; and the stand-ins, by token id.
 
     A stop string may spell special tokens, and matches whether a model writes these or their characters.
     """

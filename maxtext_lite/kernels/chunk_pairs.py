@@ -1,5 +1,5 @@
-"""Attention on context shards by kernels that take whole blocks: to a shard's own keys, and then in two pairs of chunks
-with every other shard's, in which keys precede queries."""
+"""Attention on context shards by kernels that take whole blocks. It covers a shard's own keys, and then two pairs of
+chunks with every other shard's, in which keys precede queries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Change = Callable[[Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Two pairs of chunks, of a device's queries and another shard's keys, in which no key is later than a query.
+    """Two pairs of chunks of a device's queries and another shard's keys. No key is later than a query.
 
     Attributes:
       query: place of the first query of each among its device's tokens.

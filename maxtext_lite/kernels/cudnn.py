@@ -51,7 +51,7 @@ class FusedKernel(Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def fused_attention(inputs: Inputs, sink_N: Array | None, kernel: FusedKernel) -> Array:
-    """Context [B, T, N, W] by a kernel, with or without sinks; under vmap, replicas are more rows of one call.
+    """Context [B, T, N, W] by a kernel, with or without sinks; vmap puts replicas into the rows of one call.
 
     Source of the sinks' share: gpt-oss, arXiv:2508.10925.
     """
@@ -84,7 +84,7 @@ _Found = TypeVar("_Found")
 
 
 def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
-    """`function` of trees of arrays [B, ...] with a rule for vmap: a mapped dim is more rows of one call."""
+    """`function` of trees of arrays [B, ...], with a rule for vmap: a mapped dim adds rows to one call."""
     folded = custom_vmap(function)
 
     @folded.def_vmap

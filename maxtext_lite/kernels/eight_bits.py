@@ -117,7 +117,7 @@ class EightBits(NamedTuple):
         tokens: TokenAxes,
         grad_dtype: DTypeLike,
     ) -> Array:
-        """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums
+        """x^T g [i, o]. Each device sums over its rows and tokens in float32. If `fsdp` splits weights, these sums
         cross it in `grad_dtype` and are added up in float32.
 
         Rows run one after another: a device never has the products of several rows, each as large as the weight.

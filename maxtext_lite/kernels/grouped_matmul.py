@@ -52,7 +52,7 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
         return all(size % _LANES == 0 for size in sizes)
 
     def tiles(x: Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
-        """Tile sizes of rows, of the summed dim and of the other dim: at most 13 MB of the chip's memory."""
+        """Tile sizes of rows, the summed dim and the other dim, within 13 MB of the chip's memory."""
         rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
         return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
 
@@ -85,8 +85,8 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
 
 
 _HOPPER_TILES = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4}
-"""The fastest on an H100 for bfloat16 groups of 128 rows and more, in 48 of 53 cases in tokamax's table, which knows
-exact shapes only; by itself it takes half of block_m and of num_stages.
+"""The fastest on an H100 for bfloat16 groups of 128 rows and more, in 48 of 53 cases in tokamax's table. The table
+knows exact shapes only; by itself tokamax takes half of block_m and of num_stages.
 Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_ragged_dot.json."""
 
 

@@ -40,8 +40,8 @@ _HIDDEN = 1e30
 
 _TUNED_FORWARD = {64: {"block_kv": 256, "num_stages": 3}}
 _TUNED_BACKWARD = {256: {"compute_wgs": 1}}
-"""By the width of keys and values, what was the fastest on an H100 for causal bfloat16 rows of 4,096 to 16,384 tokens,
-where that is not what tokamax takes by itself. Its own look-up finds nothing, as none of its entries has ranges.
+"""The fastest settings on an H100 by the width of keys and values, where they differ from tokamax's own. They hold for
+causal bfloat16 rows of 4,096 to 16,384 tokens. Its own look-up finds nothing, because its entries have no ranges.
 Source: tokamax 0.0.17, data/autotuning/nvidia_h100_80gb_hbm3, pallas_mosaic_gpu_flash_attention and its vjp."""
 
 
@@ -78,7 +78,7 @@ def mosaic_attention(
 
 
 def first_keys(segment_BT: Array, window: int | None) -> Array:
-    """The first key that each query sees, int32 [B, T]: the first one both in its document and in its window.
+    """The first key that each query sees, int32 [B, T]: the first in both its document and its window.
 
     Args:
       segment_BT: document number of each token; a document's tokens are contiguous.
@@ -214,7 +214,7 @@ class Sharded:
 
     @staticmethod
     def _own_places(inputs: Inputs) -> Inputs:
-        """The inputs with the first of the shard's own keys that each query sees. A later place is a later token."""
+        """The inputs, and the first of the shard's own keys that each query sees. Later places are later tokens."""
         chunk = inputs.mask_BT.shape[1] // CHUNKS_PER_SHARD
         early, late = chunks_of(own_shard())
         first_early = jnp.clip(inputs.mask_BT - early * chunk, 0, chunk)
@@ -223,8 +223,8 @@ class Sharded:
 
     @staticmethod
     def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: Array) -> tuple[Inputs, Array]:
-        """The inputs of the pairs with another shard's keys, with the first key that each query sees, [2 B, T / 2];
-        and whether it sees one: a query that sees none gets the last key."""
+        """The inputs of the pairs with another shard's keys. With them are the first key that each query sees, [2 B, T
+        / 2], and whether it sees one: a query that sees none gets the last key."""
         chunk = pairs.chunk
         early, late = chunks_of(other)
         firsts = [

@@ -66,10 +66,10 @@ are the largest of those that compile with the default on v5e, v5p and v6e, in f
 """
 
 MOST_PARTS_OF_DQ = 2
-"""The fused kernel spares two of seven matmuls, but writes a part of the queries' gradient, as large as the queries,
-for each of its blocks of keys, which are added up after it. With four parts (8,192 tokens, heads of 128, v6e) that sum
-takes 2.1 ms of the compiler's cycles in a layer of llama3-8b, more than the matmuls; with two (4,096 tokens, v5e)
-0.8 ms, less than they. Where there would be more, the gradient has a kernel of its own."""
+"""The fused kernel spares two of seven matmuls, but writes a part of the queries' gradient for each block of keys. Each
+part is as large as the queries, and they are added up afterwards. With four parts (8,192 tokens, heads of 128, v6e)
+that sum takes 2.1 ms of the compiler's cycles in a layer of llama3-8b, more than the matmuls; with two (4,096 tokens,
+v5e) 0.8 ms, less than they. Where there would be more, the gradient has a kernel of its own."""
 
 
 def block_sizes(
@@ -312,7 +312,7 @@ def _gathered(
 
 
 def _attend(options: _Options, mask: Mask, *rows: Array) -> tuple[Array, Array]:
-    """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
+    """Float32 context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1] of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel_for(rows, mask, save_residuals=True)
 
     def one_row(*row: Array) -> Any:

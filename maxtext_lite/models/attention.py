@@ -67,7 +67,7 @@ class Scoring:
 
 
 PLAIN = Scoring()
-"""Llama's: every key that is no later, scored by its product with the query over the square root of their width."""
+"""Llama's: every key that is no later, scored by q k / sqrt(H)."""
 
 
 def part(x: Array, first: Index, count: int, axis: int) -> Array:
@@ -197,7 +197,7 @@ def may_see(
     first_key: Index | None,
     window: int | None = None,
 ) -> Array:
-    """True where a query may see a key: in its document, no later, and in its window, [B, 1, 1, T, S].
+    """True where a key is in the query's document and window, and no later: [B, 1, 1, T, S].
 
     Args:
       first_query: number of the first query in the numbering of the keys; None: all keys are earlier and in the window.
@@ -442,7 +442,7 @@ class Layout:
         return strips
 
     def _tiles_between(self, query_run: Any, key_run: Any, other: Array) -> Tiles:
-        """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
+        """All tiles of pairs of a device's and a shard's run in which no key is later than a query."""
         query, key = np.indices((self.num_tiles, self.num_tiles)).reshape(2, -1) * self.tile
         distance = None
         if self.window is not None:
@@ -545,7 +545,7 @@ Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
-    """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
+    """Gathers all shards' keys at once, and returns their sums by one reduction. These are two collectives, and a
     device has the keys and sums of whole examples."""
     own = own_shard()
     shards = context_shards()
@@ -564,7 +564,7 @@ def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree
 
 
 def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
-    """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
+    """Passes keys from shard to shard together with their sums, which reach their own shard with the last hop. A device
     has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
     own = own_shard()
     shards = context_shards()

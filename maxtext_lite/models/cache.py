@@ -71,7 +71,7 @@ class CachedAttend:
     def __call__(
         self, q_BTNH: Array, k_BTKH: Array, v_BTKW: Array | None, sink_N: Array | None
     ) -> tuple[Array, KVCache]:
-        """Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
+        """Context [B, T, N, W] in q_BTNH's dtype, and the cache with the new tokens; the softmax is float32.
 
         Args:
           v_BTKW: None for a cache without values: the keys are then the values, and W is H.

@@ -173,7 +173,7 @@ _JITTER = 0.01  # the value of every phimoe checkpoint
 
 
 def _sparse_shares(logits_BTE: Array, chosen_BTJE: Array) -> Array:
-    """A softmax for each choice in turn, [B, T, J, E], over the experts that are left and near the best of them.
+    """A softmax for each choice in turn, [B, T, J, E], over remaining experts that are close to the best.
 
     In training as in inference the largest are chosen, and the shares have their own derivative: nothing is sampled,
     and none of the estimates that belong to samples is made.
@@ -275,7 +275,7 @@ def with_capacity(x_BTD: Array, routing: Routing, weights: ExpertWeights, shape:
 
 
 def _earlier_choices(expert_BTJ: Array, num_experts: int) -> Array:
-    """The number of earlier choices of the same expert in the example, in the true order of tokens: [B, T, J]."""
+    """Earlier choices of the same expert in the example, counted in the true order of tokens: [B, T, J]."""
     B, T, J = expert_BTJ.shape
     order_T = context_order(T, context_shards()) if context_shards() > 1 else np.arange(T)
     true_order_Bt = expert_BTJ[:, np.argsort(order_T)].reshape(B, T * J)
@@ -319,7 +319,7 @@ def _inverse_permutation(slot_Bt: Array, num_slots: int) -> Array:
 
 @jax.custom_vjp
 def _into_slots(x_BTD: Array, slot_BTJ: Array, choice_BS: Array) -> Array:
-    """The token in each slot, [B, S, D], zeros for an empty slot; both directions are look-ups, in a fixed order."""
+    """The token in each slot, [B, S, D]; 0 for an empty one. Both directions are look-ups in a fixed order."""
     return _looked_up(x_BTD, choice_BS // slot_BTJ.shape[-1])
 
 
@@ -393,7 +393,7 @@ class GatheredRows(NamedTuple):
 
 
 def gather_rows(expert_BTJ: Array, num_here: int) -> GatheredRows:
-    """Sorts choices by expert. A token has at most min(J, E) choices here, and there are rows for all of them."""
+    """Sorts choices by expert. A token has at most min(J, E) choices here, each with a row."""
     expert_NJ = _all_tokens(expert_BTJ)
     num_tokens, num_choices = expert_NJ.shape
     own_NJ = expert_NJ - num_here * shard_index("experts")
@@ -577,7 +577,7 @@ BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())),
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 Layout = Literal["io", "oi"]
-"""The order in which a weight's in and out dims lie in memory: an all-gather leaves the dim that it gathers first."""
+"""The memory order of a weight's in and out dims: an all-gather puts the dim that it gathers first."""
 
 
 class GroupedKernel(NamedTuple):
@@ -616,7 +616,7 @@ class _Block(NamedTuple):
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about as many as a group has, a power of two from 128 to 512, and at most all rows.
+    """Rows of a block: about a group's, as a power of two from 128 to 512, and at most all rows.
 
     Smaller blocks would read a weight repeatedly for little work, larger ones would multiply rows of other groups.
     """
@@ -625,7 +625,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 def _blocks(size_E: Array, num_rows: int, rows_of_block: int) -> tuple[Array, Callable[[Array], _Block]]:
-    """The number of blocks that cover all groups, each in one group, and a function from a number to its block."""
+    """The number of blocks that cover all groups, and a function from number to block. A block has one group."""
     blocks_E = -(-size_E // rows_of_block)
     end_block_E = jnp.cumsum(blocks_E)
     end_row_E = jnp.cumsum(size_E)

@@ -437,8 +437,8 @@ def mlp_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
 
 
 class DecoderLayer(nnx.Module):
-    """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
-    and is added to the stream."""
+    """A block that adds attention and then the mlp to the stream, or both from the same input. Each has a norm before
+    it, after it or both."""
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = layer_weights(shape)

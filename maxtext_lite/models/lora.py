@@ -45,7 +45,7 @@ class Lora:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight [..., *in, *out] that means weight + scale x a b, or something else for each of the three.
+    """A weight [..., *in, *out] that means weight + scale x a b; or any other values for the three.
 
     Attributes:
       a: [..., *in, r].

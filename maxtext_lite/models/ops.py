@@ -115,8 +115,8 @@ def product(equation: str, x: Array, weight: Array, axis: str) -> Array:
 
 
 def weight_gradient(x: Array, g: Array, grad_dtype: DTypeLike = jnp.float32) -> Array:
-    """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32; if `fsdp` splits weights, in `grad_dtype`, in
-    which the devices' sums are then reduced."""
+    """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32. If `fsdp` splits weights, it is in `grad_dtype`,
+    in which the devices' sums are then reduced."""
     dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
     return jnp.einsum("BTi,BTo->io", x, g, preferred_element_type=dtype)
 
@@ -191,8 +191,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def _recomputed(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of arrays with a float32 result, which is returned in the dtype of the first of them. The backward
-    pass keeps the arrays and computes it again."""
+    """Wraps a float32 function of arrays to return the first array's dtype. The backward pass keeps the arrays and
+    computes it again."""
 
     @jax.custom_vjp
     def narrow(x: Array, *others: Array | None) -> Array:
@@ -265,8 +265,8 @@ _BETA, _SMALLEST = 0.5, -1e-6
 
 
 def xielu(x: Array, alpha_p_U: Array, alpha_n_U: Array) -> Array:
-    """p x^2 + x / 2 above 0, and n (exp(x) - 1 - x) + x / 2 below, in the dtype of x, where p is the softplus of
-    alpha_p and n that of alpha_n, plus 1 / 2.
+    """p x^2 + x / 2 above 0, and n (exp(x) - 1 - x) + x / 2 below, in x's dtype. Here p is the softplus of alpha_p, and
+    n that of alpha_n, plus 1 / 2.
 
     Source: Huang & Schlag 2024, arXiv:2411.13010.
     """

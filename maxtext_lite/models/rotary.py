@@ -17,7 +17,7 @@ from maxtext_lite.models.ops import Rotation
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotation of `dim` dims of a head, in dim / 2 planes with wavelengths from 2 pi to 2 pi max_timescale."""
+    """Rotates `dim` dims of a head in dim / 2 planes, with wavelengths from 2 pi to 2 pi max_timescale."""
 
     dim: int
     max_timescale: float

@@ -52,9 +52,8 @@ _OF_FORMAT = {"none": 0.0, "int8": 0.05, "fp8": 0.15, "fp8_full": 0.15}
 about 4.5 / 127 and its rounding 1 % of a standard deviation; that of e4m3, with three bits of mantissa, is 2.6 %. Of
 two operands together these are 1.4 % and 3.7 %. The bounds are about four times that."""
 _QUICKLY_COMPILED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""The plain arithmetic runs once: on a GPU, timing the ways to multiply its matrices would take most of the check.
-Eight-bit formats are checked as the step compiles them: without that timing, XLA gave twice the product of int8 on an
-H200."""
+"""The plain arithmetic runs once: on a GPU, autotuning its matmuls would take most of the check. Eight-bit formats are
+checked as the step compiles them: without autotuning, XLA gave twice the product of int8 on an H200."""
 _BLOCK = 128
 _MOST_EXPERTS = 8
 _MOST_WIDTH = 1024
@@ -152,7 +151,7 @@ def check_kernels(run: TrainingRun, batch: Rows, chosen: Mapping[str, int], say:
 
 
 def errors_of(piece: Piece, parts: StepContext, batch: Rows) -> jax.Array:
-    """`compare` of a piece on one row of each batch shard of a batch [A, B, T]: the errors of the worst replica."""
+    """`compare` of a piece on one row per batch shard of a batch [A, B, T]: the worst replica's errors."""
     mesh = parts.mesh
 
     def of_replica(key: jax.Array, rows: Rows) -> jax.Array:

@@ -282,7 +282,7 @@ class Lease:
 
 
 def hold(run_directory: Path, say: Callable[[str], None]) -> Lease | None:
-    """The lease of a run directory, on the first host; None on the others. Makes the directory. All hosts call it.
+    """Creates a run directory and takes its lease on the first host; None on the others. All hosts call it.
 
     Waits while the holder is on another machine and may be dead, until that is certain.
 

@@ -88,7 +88,8 @@ class ProfileHook(Hook):
             self.after_last_step()
 
     def _demanded(self, step: int) -> int | None:
-        """The last step of a trace demanded since the last look, at most one look per second; None without a demand."""
+        """The last step of a trace requested since the last look; None without a request. Looks once a second at
+        most."""
         if self._demand is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return None
         self._looked = time.monotonic()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from maxtext_lite.config.phases import EXIT_HANGS, Phase
 
 FACTOR = 4
-"""A phase hangs after this many times its longest duration so far, or this many least limits if it is the first."""
+"""A phase hangs after this many times its longest duration so far; a first phase, after this many least limits."""
 
 ENDS_WELL = (0, 75)
 
@@ -105,7 +105,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
 
 
 def failure(process: int, stamp: Stamp) -> Verdict:
-    """The verdict on a process that has failed: all end with its exit code, and repeat what it says of a hang."""
+    """The verdict on a failed process: all end with its exit code, and repeat its report of a hang."""
     if stamp.code == EXIT_HANGS:
         return Verdict(stamp.reason)
     reason = f": {stamp.reason}" if stamp.reason else ""

@@ -143,7 +143,7 @@ def _meanings(history: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def _rows_before(run: TrainingRun, spike: SpikeLocation) -> tuple[int, Sequence[RowLoss], PreviousStepRows | None]:
-    """Repeats the steps before a spike; returns its place in the run, its rows, and the step before if it ran."""
+    """Repeats the steps before a spike; returns its location, its rows, and the step before if it ran."""
     state, counts = run.restore_or_init()
     if not _leads_to(spike, run, counts, run.mixtures):
         raise RollbackError(

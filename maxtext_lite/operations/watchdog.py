@@ -27,7 +27,7 @@ PROCESSES_PER_BEAT = 100
 """Beyond this many the beats are further apart: each process reads the stamps of all."""
 
 GRACE_SECONDS = 10.0
-"""Time that a process looks for the lost one after a failed collective, and process 0 waits for the others to end."""
+"""How long a process looks for the lost one after a failed collective, and process 0 waits for the others' end."""
 
 COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
 """Phases without a limit while the process computes: nobody knows how long XLA compiles."""
@@ -251,7 +251,7 @@ class Watchdog(Observer):
 
     @property
     def _stale(self) -> float:
-        """The age in seconds of a stamp that is late: its process and this one each exchange once in a period."""
+        """Seconds after which a stamp is late: its process and this one each exchange once in a period."""
         return 3 * self._period
 
     def _publish(self, store: "Store") -> None:

@@ -25,7 +25,7 @@ CHUNKS_PER_SHARD = 2
 
 
 def context_order(num_tokens: int, shards: int) -> np.ndarray:
-    """For each place along an arranged example, its token: of c shards, shard i has chunks i and 2c - 1 - i.
+    """The token at each place of an arranged example: of c shards, shard i has chunks i and 2c - 1 - i.
 
     Within a shard the tokens are in their true order; its early chunk comes before its late one.
 

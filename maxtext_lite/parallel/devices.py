@@ -61,8 +61,8 @@ def installed_compilers() -> tuple[Compiler, ...]:
 
 
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.94"
-"""The variable that says what share of a GPU's memory jax may use, and its value: the vendor's figure of an H100 or an
-H200, which plans fill, as a GPU has 6 to 7 % more. jax's default is 0.75. The rest is left to CUDA and NCCL."""
+"""The variable for the share of a GPU's memory that jax may use, and its value. Plans fill the vendor's figure of an
+H100 or an H200, and a GPU has 6 to 7 % more. jax's default is 0.75. The rest is left to CUDA and NCCL."""
 _OLDER_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 SCHEDULED_MEMORY = Flag(

@@ -58,14 +58,14 @@ def exchange(value: Any) -> list[Any]:
 
 
 def value_of_host(host: int, value: Any) -> Any:
-    """The value of one host, on every host. All hosts must call it, in the same order; that host's value is JSON."""
+    """One host's value on every host. All hosts must call it, in the same order; the value is JSON."""
     if jax.process_count() == 1:
         return value
     return json.loads(bytes_of_host(host, json.dumps(value).encode() if jax.process_index() == host else b""))
 
 
 def on_first_host(path: str | Path, work: Callable[[], Result]) -> Result:
-    """The result of `work()` on the first host, on every host; it is JSON. All hosts must call it, in the same order.
+    """The first host's `work()` result, a JSON value, on every host. All hosts must call it, in the same order.
 
     The others wait until the work is done. If it fails, the first host raises the error, and its end ends them.
 

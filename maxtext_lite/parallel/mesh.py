@@ -245,7 +245,7 @@ def over_shards(
 
 
 def per_replica(where: NamedSharding) -> NamedSharding:
-    """The sharding of an array [R, ...] that stacks one array for each replica, on its part of the data axis."""
+    """The sharding of an array [R, ...] that stacks one array per replica, each on its part of `data`."""
     (data,) = MESH_AXES_OF["replica"]
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
@@ -287,7 +287,7 @@ def vmap_over_data(
     own: Sequence[int] = (),
     rows: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """`function` run once per replica of the `data` axis, each on its own rows; the results have a leading dim R.
+    """Runs `function` once per replica of the `data` axis, on its own rows; results have a leading dim R.
 
     `num_replicas` is a multiple of the axis. Gradients with respect to a shared argument stay separate, one set per
     replica, until the caller sums them: that sum is the only reduction over `data`.

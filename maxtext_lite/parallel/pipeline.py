@@ -56,7 +56,7 @@ class Pipeline:
         return PipelineShape(self.num_stages, self.num_microbatches, self.num_repeats, 1).num_ticks("gpipe")
 
     def num_ticks_1f1b(self, num_micro_batches: Any) -> Any:
-        """Times that all stages run forward and backward in a step; each stage is idle in 2 (P - 1) of them."""
+        """How often all stages run forward and backward in a step; each is idle 2 (P - 1) times."""
         return PipelineShape(self.num_stages, self.num_microbatches, 1, num_micro_batches).num_ticks("1f1b")
 
     def in_stages(self, stack: Array) -> Array:
@@ -260,7 +260,7 @@ class Pipeline:
         return jax.tree.map(lambda x, names: constrain(x, ("stages", *between, *names)), tree, axes)
 
     def _pieces(self, x: Array, axes: tuple[str, ...]) -> Array:
-        """[B, ...] as [M, B / M, ...], on every stage; a stage's devices have equally many rows of every piece."""
+        """Splits [B, ...] into [M, B / M, ...] on every stage, whose devices have equally many rows of every piece."""
         pieces = self.num_microbatches
         x_sM = x.reshape(num_shards("batch"), pieces, -1, *x.shape[1:])
         x_Ms = x_sM.swapaxes(0, 1)
@@ -279,8 +279,8 @@ class Pipeline:
 
 @jax.custom_vjp
 def _summed_as(sums: Array, weight: Array) -> Array:
-    """`weight`, with its cotangent as that of `sums`: a scan adds up the ticks' in the dtype of `sums`, whose values
-    nothing reads."""
+    """Returns `weight`, and gives its cotangent to `sums`: a scan adds up the ticks' in the dtype of `sums`. Nothing
+    reads the values of `sums`."""
     del sums
     return weight
 
@@ -293,7 +293,7 @@ _summed_as.defvjp(
 
 @jax.custom_vjp
 def _to_next_stage(x_P: Array) -> Array:
-    """Each stage's part at the next one, the last one's at the first. Backward it is one exchange, too, where the
+    """Sends each stage's part to the next one, the last one's to the first. Backward it is one exchange, too, where the
     transpose of `jnp.roll` would be two."""
     return jnp.roll(x_P, 1, axis=0)
 

@@ -61,7 +61,7 @@ class Sequences:
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
 
     def ends(self, row_tokens: int) -> Counter[tuple[int, ...]]:
-        """The last few tokens of the last answer of each sequence that a row of this many tokens has not truncated."""
+        """The last few tokens of each sequence's last answer that a row of this many tokens does not truncate."""
         goes_on = np.append(self.is_answer[1:], False)
         goes_on[self.starts[1:] - 1] = self.slots >= row_tokens
         ends = np.flatnonzero(self.is_answer & ~goes_on)
@@ -222,7 +222,7 @@ def open_answers(
 
 
 _Line = list[tuple[Rendered, ...]]
-"""The examples of a line, each of one text for SFT and of two for DPO; none if the answers of a pair are the same."""
+"""A line's examples: one text each for SFT, two for DPO. There is none if a pair's answers are the same."""
 
 
 def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> Iterator[_Line]:
@@ -270,7 +270,7 @@ def _closing(tail: Sequence[int], tokenizer: Tokenizer) -> int | None:
 def _fitted(
     config: DataConfig, renderer: Renderer, lines: Sequence[_Line]
 ) -> tuple[list[tuple[Tokenized, ...]], tuple[str, ...]]:
-    """The tokens of each line that has an answer in its row, and sentences about the lines that do not fit.
+    """The tokens of each line with an answer in its row, and sentences about lines that do not fit.
 
     Raises:
       UserError: a line is too long and long_examples=refuse; names the line.

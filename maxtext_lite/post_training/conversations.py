@@ -1,4 +1,4 @@
-"""From lines of JSON to the tokens of a conversation or a text, and which of them are answers, to be learned.
+"""JSON lines to the tokens of conversations and texts, and which of them are answers to learn.
 
 The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
 """
@@ -200,7 +200,7 @@ class Renderer:
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
 
     def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
-        """The tokens of a text, encoded in parts where a token would join the prompt with a word of the answer.
+        """A text's tokens, encoded in parts where a token would join the prompt with a word of the answer.
 
         Generation sees the tokens of the prompt, and cannot write such a token.
         """

@@ -34,8 +34,8 @@ FILE = "reference.npz"
 
 
 def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, say: Callable[[str], None]) -> None:
-    """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it, and
-    in a run that is only read.
+    """Adds the reference's log-probabilities to the pairs of a DPO run. It computes them before the first step; later,
+    and in a run that is only read, it reads their file.
 
     Pairs that have it keep it: a run that goes back before a loss spike comes here twice. All hosts call it.
 

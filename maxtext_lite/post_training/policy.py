@@ -30,17 +30,17 @@ CLIP_LOW = "clip_fraction_low"
 CLIP_HIGH = "clip_fraction_high"
 TOKEN_NLL = "token_nll"
 POLICY_METRICS = (KL, CLIP_LOW, CLIP_HIGH, TOKEN_NLL)
-"""Means over all response tokens of a step, whatever the loss's aggregation: the estimate k3 of the KL divergence to
-the reference, if there is one; the share of tokens whose ratio is clipped from below, with a negative advantage, and
-from above, with a positive one; and minus the log-probability, which estimates the entropy if the policy itself drew
-the tokens."""
+"""Means over all response tokens of a step, whatever the loss's aggregation. These are the estimate k3 of the KL
+divergence to the reference, if there is one; the share of tokens whose ratio is clipped from below, with a negative
+advantage, and from above, with a positive one; and minus the log-probability, which estimates the entropy if the policy
+itself drew the tokens."""
 
 MISMATCH = "rollout_mismatch"
 ROLLOUT_KL = "rollout_kl"
 ROLLOUT_TRUNCATED = "rollout_truncated"
 ROLLOUT_METRICS = (MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED)
-"""The same means for the sampler's log-probabilities: their absolute difference from the trainer's with the same
-parameters; the estimate k3 of the KL divergence between sampler and trainer; the share of tokens whose importance
+"""The same means for the sampler's log-probabilities. These are their absolute difference from the trainer's with the
+same parameters; the estimate k3 of the KL divergence between sampler and trainer; the share of tokens whose importance
 weight is truncated at the cap, if there is one."""
 
 _TOKENS = "token_share"  # divides the sums of POLICY_METRICS
@@ -101,7 +101,7 @@ class Policy(OneRowExamples):
         return (*of_policy, *(of_rollout if self.compares else ()), _TOKENS)
 
     def token_losses(self, log_probability_BT: Array, rows: Rows) -> tuple[Array, dict[str, Array]]:
-        """The differentiable loss of each token [B, T], and the values [B, T] whose means are POLICY_METRICS; all 0
+        """Each token's differentiable loss [B, T], and the values [B, T] whose means are POLICY_METRICS. All are 0
         without a target."""
         is_target_BT = rows["weights"] > 0
         advantage_BT = jnp.where(is_target_BT, rows[ADVANTAGES], 0)
@@ -147,7 +147,7 @@ class Policy(OneRowExamples):
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _weights(self, rows: Rows, factor: Array) -> tuple[Array, Array, Array]:
-        """The weights of tokens' losses, [B, T]; and those of the experts' losses for tokens [B, T] and rows [B], which
+        """The weights of tokens' losses, [B, T], and of the experts' losses for tokens [B, T] and rows [B]. The latter
         add up to 1 over a step: a response counts once where responses are counted, otherwise by its tokens."""
         is_target_BT = rows["weights"] > 0
         counted = self.counts(rows)

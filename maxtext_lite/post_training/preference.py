@@ -25,7 +25,7 @@ from maxtext_lite.training.objective import Reduction
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
-"""Means over pairs: an answer's reward is beta times its log-probability less the reference's; the margin is the reward
+"""Means over pairs. An answer's reward is beta times its log-probability less the reference's; the margin is the reward
 of the chosen answer less that of the rejected one; the accuracy is the share of margins above 0."""
 
 
@@ -45,7 +45,7 @@ class PairScores(NamedTuple):
 
 
 def pair_losses(margin: Array, *, beta: float, label_smoothing: float) -> Array:
-    """The loss of each pair, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
+    """Each pair's loss, from the log-ratio of the chosen answer less that of the rejected one; any shape."""
     right = jax.nn.log_sigmoid(beta * margin)
     wrong = jax.nn.log_sigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -90,7 +90,7 @@ class Preference:
     reductions: ClassVar[Mapping[str, Reduction]] = dict.fromkeys(PREFERENCE_METRICS, "mean")
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
+        """The rows [..., 2 B, T] of examples [..., B, 2 T]. An example's two stay adjacent and on their device."""
 
         def split(x: Array) -> Array:
             B, length = x.shape[-2:]

@@ -38,7 +38,7 @@ class BucketDirectory:
         return f"{self._opened[1]}/{name}"
 
     def listed(self) -> dict[str, tuple[int, str]]:
-        """(bytes, the store's tag of the content) of each object by its name below the path; {} if there is none."""
+        """(bytes, the store's content tag) of each object, by its name below the path; {} without any."""
         root = self._path("")
         with reaching(self.url, self.key):
             found = self._system.find(self._opened[1], detail=True, withdirs=False)

@@ -72,7 +72,7 @@ def _cores() -> int:
 
 
 class Progress:
-    """Counts finished work, and shows it within its context: a bar if stdout is a terminal, otherwise a line at times.
+    """Counts finished work and shows it within its context: a bar on a terminal, otherwise a line at times.
 
     Args:
       tasks: the tasks to do; before: the number of tasks done earlier.

@@ -98,7 +98,7 @@ def _count(ids: np.ndarray, counts: np.ndarray) -> None:
 
 
 def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
-    """Rows `first` to `stop - 1` in the order of the data: as arrays, or as text with documents and loss marked.
+    """Rows `first` to `stop - 1` of the data in order: as arrays, or as text with documents and loss marked.
 
     Raises:
       UserError: there are fewer rows, or the tokenizer is not the data's.

@@ -1,4 +1,4 @@
-"""The inputs of `prepare`, split into a list of tasks that depends only on the files, not on who does the work."""
+"""Splits the inputs of `prepare` into a list of tasks that depends only on the files, not on the workers."""
 
 import dataclasses
 import itertools

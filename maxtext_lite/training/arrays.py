@@ -14,8 +14,8 @@ Device: TypeAlias = Any
 """A jax device, or the description of an unattached one."""
 
 Rows: TypeAlias = dict[str, Array]
-"""The arrays of a batch by field: tokens, targets, segments, positions (int32), weights (float32), and further fields
-of the objective; [A, B, T] for a step, [B, T] for a micro-batch or an evaluation."""
+"""A batch's arrays by field. They are tokens, targets, segments, positions (int32), weights (float32), and further
+fields of the objective: [A, B, T] for a step, [B, T] for a micro-batch or an evaluation."""
 
 Metrics: TypeAlias = dict[str, Array]
 """Replicated scalars by name."""

@@ -43,7 +43,7 @@ from maxtext_lite.training.state import OF_REPLICAS, TrainState
 
 _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "excluded_rows")
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
-"""Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
+"""Keys that change no step, that no start may change, or with a history of their own, like mixtures."""
 
 _OF_SCHEDULE = (
     "learning_rate",
@@ -57,10 +57,10 @@ _OF_SCHEDULE = (
 )
 
 RestartHistory = list[dict[str, Any]]
-"""For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
-which the run then was to end; `batch`, examples of a step of the target; `batches`, [threshold, batch] of each stage;
-`split`, that of the plan; `settings`, the config's keys that decide its steps, each as on a command line; `stated`, the
-batch keys as the user stated them; `parameters`, the absolute load_parameters_path, "" without one."""
+"""The starts that changed something, first to last. Each has `step`, the steps done before it; `end`, the (steps,
+examples) at which the run then was to end; `batch`, examples of a step of the target; `batches`, [threshold, batch] of
+each stage; `split`, that of the plan; `settings`, the config's keys that decide its steps, each as on a command line;
+`stated`, the batch keys as the user stated them; `parameters`, the absolute load_parameters_path, "" without one."""
 
 
 def newest_start(run_directory: Path) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """A sentence on the batch of a run if the start after `step` steps, its last, has changed or split it; else []."""
+    """A sentence on a run's batch if its last start, after `step` steps, changed or split it; else []."""
     if len(starts) < 2 or starts[-1]["step"] != step or "split" not in starts[-2]:
         return []
     before, now = starts[-2:]

@@ -1,4 +1,4 @@
-"""The steps of pre-training, SFT and DPO, each on a batch from the data feed; and the loss over held-out examples."""
+"""Steps of pre-training, SFT and DPO on batches from the data feed, and the loss over held-out examples."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.

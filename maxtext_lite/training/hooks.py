@@ -72,7 +72,7 @@ class Hook:
         return ""
 
     def before_first_step(self, rows: Rows) -> None:
-        """Called with the first batch of this start, [A, B, T], on the devices, before the step that trains on it."""
+        """Called with this start's first batch, [A, B, T], on the devices, before the step that trains on it."""
 
     def before_step(self, step: int) -> None:
         """Called before each step is dispatched."""
@@ -132,7 +132,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 Prepare = Callable[[TrainingRun, Callable[[str], None]], None]
-"""Called with a run that has been opened anew, before it restores its checkpoint, and a function that prints a line."""
+"""Called with a newly opened run, before it restores its checkpoint, and a function that prints a line."""
 
 
 class Restart(Exception):
@@ -144,7 +144,7 @@ class Restart(Exception):
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """The library's own hooks for which a config asks, in the order in which they are called, then those of `hooks`.
+    """The library's own hooks that a config enables, in the order of their calls, then those of `hooks`.
 
     Raises:
       NotInstalled: one of them is absent, and its key is not at its default.

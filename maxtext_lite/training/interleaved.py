@@ -88,7 +88,7 @@ class _Schedule:
         return self.pipeline.no_flight(jax.eval_shape(piece), self._num_replicas)
 
     def piece(self, item: Array, rows: Rows, num_micro_batches: Count) -> Rows:
-        """The rows of a piece, [B / M, T]; before the first and after the last piece, padding of weight 0."""
+        """A piece's rows, [B / M, T]; before the first and after the last piece, padding of weight 0."""
         M = self.pipeline.num_microbatches
         num_items = num_micro_batches * M
         exists = (item >= 0) & (item < num_items)

@@ -276,7 +276,7 @@ class _Loop:
         self.saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
 
     def train_from(self, state: TrainState) -> RunResult:
-        """Takes the steps after those of the log, up to the last, or until a signal or a callback stops the run."""
+        """Takes the steps after the log's, up to the last, or until a signal or a callback stops the run."""
         done_before = self.log.counts.step
         try:
             self._evaluate_first(state)

@@ -392,7 +392,7 @@ def spread_over_targets(example_weight_B: Array, rows: Rows) -> tuple[Array, Arr
 
 
 AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
-"""Metrics of a model with experts: moe_balance is 1 where all experts are chosen equally often; the two losses include
+"""Metrics of a model with experts. moe_balance is 1 where all experts are chosen equally often; the two losses include
 their multipliers, where those are not 0; moe_dropped_fraction is the share of dropped choices, with a capacity."""
 
 

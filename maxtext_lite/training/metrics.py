@@ -21,7 +21,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
 _SPEEDS = ("tokens_per_second", "tflops_per_device", "mfu")
 _DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")
-"""Parts of a step's line that may be dropped, least important first, by a text in them; ETA is also beside the bar."""
+"""Parts of a step's line to drop first, by a text in them, least important first. ETA is also beside the bar."""
 
 
 class JsonLines:
@@ -112,7 +112,7 @@ class Terminal:
         self.say(f"step {step}/{self._last_step}  {text}")
 
     def show(self, record: Record) -> None:
-        """Shows a step on the bar, and every `log_period` steps and at the last as a line, with the speed since then.
+        """Shows a step on the bar, and at the last and every `log_period` steps a line with the speed since.
 
         Steps are dispatched ahead, so the time between the ends of two short ones is not what one takes.
         """

@@ -1,4 +1,4 @@
-"""The gradient noise scale: the number of examples per step at which the gradient's noise is as large as the gradient.
+"""The gradient noise scale: the examples per step at which the gradient's noise equals the gradient in size.
 
 Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1, with groups of unequal size.
 

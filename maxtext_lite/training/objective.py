@@ -149,7 +149,7 @@ def objective_of(config: Config) -> ScoredObjective:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """The model's outputs for rows [B, T], tokens in the order of the text; each is computed when it is called.
+    """The model's outputs for rows [B, T], tokens in text order; each is computed when it is called.
 
     Attributes:
       nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T], with the logits of one tile at a time
@@ -164,7 +164,7 @@ class Predictions:
 
 
 class Loss(Protocol):
-    """A pure function of rows, traced by jax, that sees a micro-batch or a part of one, never the whole batch.
+    """A pure function of rows, traced by jax. It sees a micro-batch or a part of one, never the whole batch.
 
     A row's sum and weight may depend on that row only: then the sums over any parts of a batch add up to those of the
     batch, however it is split. The weight depends on the rows, not on the model's outputs. A row without a document

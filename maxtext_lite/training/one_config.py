@@ -1,4 +1,4 @@
-"""The check that all processes of a run have one config, the same versions of libraries, and one kind of device."""
+"""Checks that all processes of a run have the same config, versions of libraries and kind of device."""
 
 import itertools
 import json

@@ -57,7 +57,7 @@ def open_run(
 
 
 def start_run(config: Config) -> list[Any]:
-    """All devices of a run, once its processes have found that they are about the same run and can start it.
+    """All devices of a run, once its processes have agreed that they have the same run and can start it.
 
     Raises:
       UserError: they have different configs, versions of libraries, or kinds of devices, or load_parameters_path names

@@ -202,8 +202,8 @@ class GradientAccumulation(optax.MultiSteps):
         return jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
     def skipped_after(self, skipped_in_a_row: Array, finite: Array, loss_scale: Tree) -> Array:
-        """Skipped steps in a row after one more step; one that the loss scale may explain does not count. Once the run
-        has ended, the number stays.
+        """Skipped steps in a row after one more step, without those that the loss scale may explain. Once the run has
+        ended, the number stays.
         """
         more: Any = 1
         if self.loss_scaling:
@@ -388,8 +388,8 @@ def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformat
 
 
 OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTransformation]
-"""(schedule, axes) -> an optimizer that applies the schedule, which gives the config's learning rate by the number of
-updates so far; `axes` is a tree like the parameters, with the logical axes of each as a tuple."""
+"""(schedule, axes) -> an optimizer that applies the schedule. The schedule gives the config's learning rate by the
+number of updates so far; `axes` is a tree like the parameters, with the logical axes of each as a tuple."""
 
 
 UNKNOWN_RATE = Schedule("steps", 1.0, lambda u: jnp.full_like(u, jnp.nan))

@@ -11,7 +11,7 @@ from maxtext_lite.training.arrays import map_axes
 
 
 def per_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """`inner` applied to every tensor by itself, to each layer of a stack and each expert, as if there were no stacks.
+    """Applies `inner` to every tensor by itself: each layer of a stack, each expert, as if unstacked.
 
     Its state is a tree like the parameters with one state of `inner` per stack: arrays have the stack's dims before
     their own; scalars, which are counts, are shared by the stack.
@@ -81,8 +81,8 @@ def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> opt
 
 
 def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
-    momentum, which Optax applies to either or neither.
+    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms. Both have Nesterov's
+    momentum, which Optax applies to both or neither.
 
     Source: Jordan et al. 2024.
     """

@@ -1,4 +1,4 @@
-"""The parts of a train step, and TrainState: all that a step changes, how it is made and how the mesh shards it."""
+"""The parts of a train step, and TrainState: all that a step changes, its creation and its sharding."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

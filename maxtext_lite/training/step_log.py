@@ -1,4 +1,4 @@
-"""The log of a run: it counts, records and shows every step, and ends the run where its loss or gradient is wrong."""
+"""The log of a run: counts, records and shows every step, and ends the run on a wrong loss or gradient."""
 
 import contextlib
 import dataclasses
