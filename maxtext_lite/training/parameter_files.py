@@ -2,10 +2,13 @@
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from maxtext_lite.config import Config, ModelConfig, UserError
@@ -28,6 +31,7 @@ from maxtext_lite.training.saving import check, read_about, read_arrays, reading
 
 PARAMETERS = ("params", "about")
 """The items of a checkpoint that are needed to read its parameters."""
+_LOAD = "router_load"
 
 
 class Reader:
@@ -214,9 +218,32 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Params,
     saved = saved_shapes(directory, "params")
     with reading(directory):  # damage to an older checkpoint may only show here
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
+    whole = sharding(jax.tree.leaves(abstract_params)[0].sharding.mesh)
+    as_saved = _with_loads(as_saved, saved, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole))
     if problems := _shape_differences(saved, as_saved):
         raise UserError(f"{key}={path}: {'; '.join(problems[:3])}.{_model_keys_of(directory)}")
-    return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
+    found = read_arrays(directory, {"params": as_saved})["params"]
+    return reshaped(_with_loads(found, abstract_params, _zeros), abstract_params)
+
+
+def _with_loads(params: Params, other: Params, make: Callable[[Any], Any]) -> Params:
+    """The parameters with routers' loads where `other` has them, and nowhere else; `make` makes those that lack.
+
+    A load is that of the previous step: a run that begins can do without, and load_balance_over may change.
+    """
+    found: Params = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            found[name] = _with_loads(value, other.get(name, {}), make)
+        elif name != _LOAD or name in other:
+            found[name] = value
+    if _LOAD in other and _LOAD not in found:
+        found[_LOAD] = make(other[_LOAD])
+    return found
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, np.zeros(leaf.shape, leaf.dtype).__getitem__)
 
 
 def _model_keys_of(directory: Path) -> str:

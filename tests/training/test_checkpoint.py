@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -330,6 +331,27 @@ def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_
         load_parameters(
             copy / "checkpoints" / "7", params, "key"
         )  # asked for by name: no other is taken
+
+
+@pytest.mark.parametrize(
+    ("saved_over", "over"), [("batch", "example"), ("example", "batch")]
+)
+def test_the_load_of_experts_is_no_reason_to_refuse_parameters(
+    saved_over, over, tmp_path, setup
+):
+    """Where it lacks it is even; where it is not needed it is dropped; in pipelines too."""
+    experts = ("num_experts=4", "num_experts_per_tok=2", "base_num_decoder_layers=4")
+    there = setup(*experts, f"load_balance_over={saved_over}", pipeline=Pipeline(2, 2))
+    here = setup(*experts, f"load_balance_over={over}", fsdp=2)
+    params = jax.tree.map(jnp.ones_like, there.state().params)
+    save_parameters(tmp_path, params)
+    found = load_parameters(tmp_path, here.abstract.params, "key")
+    want = jax.tree.map(
+        lambda leaf: np.ones(leaf.shape, leaf.dtype), here.abstract.params
+    )
+    if over == "batch":
+        want["layers"]["mlp"]["router_load"] = np.zeros((4, 4), np.float32)
+    same(found, want)
 
 
 def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(
