@@ -95,9 +95,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--factors", type=_factors, default="0.5,1,2,4", help="batch sizes relative to the run's (default: 0.5,1,2,4)"
     )
-    others = "with factor 1; the other branches see the same examples"
+    others = "steps of the branch with factor 1; the others see the same examples"
     parser.add_argument("--steps", type=at_least_one, required=True, help=others)
-    rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"
+    rule = "learning rate by batch size (default: the run's own rule; if that is none: sqrt, or linear with sgd)"
     parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
     parser.add_argument("--output", type=local_path, help="directory for the branches (default: RUN_DIR-branches-STEP)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         type=bounded(whole_number, 1, MOST_DEVICES),
         help="devices of the run, to round a batch as MaxText does",
     )
-    parser.add_argument("--ignore-unknown", action="store_true", help="list keys that MaxText does not have as losses")
+    parser.add_argument(
+        "--ignore-unknown", action="store_true", help="list keys that MaxText does not have, and do not refuse them"
+    )
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
     stated = read_command(argv[:start], arguments.words)

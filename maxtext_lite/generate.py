@@ -1,4 +1,4 @@
-"""Generate text from a run or Hugging Face directory, streamed or as JSON tokens."""
+"""Generate text from a run or Hugging Face directory, as it is sampled, or its tokens as JSON."""
 
 import sys
 from collections.abc import Sequence

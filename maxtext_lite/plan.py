@@ -212,7 +212,7 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     if not arguments.json:  # before what may not compile
         print(f"{format_ranking(found)}\n\nbest: {line}", flush=True)
         ratios = f"{MEASURED[0]:.1f} to {MEASURED[1]:.1f}"
-        complain(f"Times are least times, at the peaks of the device: on an H200, steps took {ratios} times as long.")
+        complain(f"Times are lower bounds at the device's peaks: on an H200, steps took {ratios} times as long.")
     if arguments.compile is not None:
         from maxtext_lite.analysis.program_difference import compare, comparison_text  # imports jax
 

@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
         return _train_tokenizer(argv[1:])
     parser = ArgumentParser(
         prog="maxtext-lite prepare",
-        description=f"{__doc__} It resumes where it was stopped. Example: {EXAMPLE} See `prepare inspect --help` for "
-        "looking at a dataset, and `prepare tokenizer --help` for training a tokenizer.",
+        description=f"{__doc__} It resumes where it was stopped. `prepare inspect` shows a dataset, "
+        f"`prepare tokenizer` trains a tokenizer; both have their own --help. Example: {EXAMPLE}",
     )
     key_arguments(parser, PrepareConfig)
     parser.add_argument("--task", type=whole_number, help="share of the work to do, from 0; for job arrays")

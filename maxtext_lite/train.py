@@ -73,7 +73,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]
     Raises:
       UserError: with every problem of the arguments and the config.
     """
-    parser = ArgumentParser(prog="maxtext-lite train", description=__doc__)
+    parser = ArgumentParser(
+        prog="maxtext-lite train",
+        description=f"{__doc__} data_only=true only reads the data, for its speed, ids=true or rows=A:B.",
+    )
     config_arguments(parser)
     parser.add_argument(
         "--device-memory-gb",

@@ -32,9 +32,9 @@ def open_prepared_rows(
     manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
-            f"{key}={path!r} was prepared with the tokenizer {_short(manifest.tokenizer)}; tokenizer_type="
-            f"{config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} is {_short(tokenizer.fingerprint)}. "
-            "Set tokenizer_type and tokenizer_path to the tokenizer of the data, or prepare them again."
+            f"{key}={path!r} was prepared with the tokenizer {_short(manifest.tokenizer)}, not with that of "
+            f"tokenizer_type={config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} "
+            f"({_short(tokenizer.fingerprint)}). Set both keys to the tokenizer of the data, or prepare them again."
         )
     if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
         raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")

@@ -27,6 +27,7 @@ from maxtext_lite.config.json_file import (
 )
 from maxtext_lite.config.registry import load
 from maxtext_lite.console import complain
+from maxtext_lite.data.prepared import DOCUMENTS_FILE
 
 _COMPRESSED = ("", ".gz", ".zst")
 PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)
@@ -69,6 +70,8 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     place = user_path(path)
     if dataset := _dataset_files(key, path):
         files = dataset
+    elif is_there(place / DOCUMENTS_FILE):
+        raise UserError(f"{key}={path!r} is a prepared dataset, which is read with dataset_type=array_record.")
     elif is_directory(place):
         everything = _matches(f"{glob.escape(str(place))}/**")
         files = [(str(file), file) for file in everything if _is_data(file.name)]

@@ -116,8 +116,8 @@ def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *
     tokenizer = load_tokenizer(config)
     if tokenizer.fingerprint != stream.manifest.tokenizer:
         raise UserError(
-            f"{path} was prepared with the tokenizer {stream.manifest.tokenizer}, and tokenizer_type="
-            f"{config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} is {tokenizer.fingerprint}. Name the "
+            f"{path} was prepared with the tokenizer {stream.manifest.tokenizer}, not with that of tokenizer_type="
+            f"{config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} ({tokenizer.fingerprint}). Name the "
             "tokenizer of the data, or show the rows with --json."
         )
     for row in range(first, stop):
