@@ -21,7 +21,7 @@ from maxtext_lite.hf.model_directory import config_of_run
 Rule = Literal["none", "linear", "sqrt"]
 
 WORSE = 0.01
-"""The relative excess over the best loss from which a loss counts as worse."""
+"""The relative excess over the best loss that makes a loss worse."""
 _LAST_SHARE = Fraction(1, 4)
 
 
@@ -76,7 +76,7 @@ def compared_examples(sizes: Sequence[BranchSizes]) -> int:
 
 
 def critical_batch(losses: Mapping[int, float]) -> float | None:
-    """The batch at which the loss after equally many examples exceeds the best by `WORSE`; None: beyond the largest.
+    """The batch whose loss after equally many examples exceeds the best by `WORSE`; None: beyond the largest.
 
     Between measured batches it is interpolated over the logarithm of the batch.
 

@@ -150,7 +150,7 @@ def done_in(run: Path) -> tuple[int, int]:
 
 
 def _newest_about(run: Path) -> dict[str, Any]:
-    """What the newest checkpoint of a run directory says of itself; empty: there is none."""
+    """The newest checkpoint's own description in a run directory; empty: there is none."""
     for step in reversed(steps_in(run / "checkpoints")):
         try:
             return read_object(run / "checkpoints" / str(step) / "about" / "metadata") | {"step": step}
@@ -160,7 +160,7 @@ def _newest_about(run: Path) -> dict[str, Any]:
 
 
 def kept_settings(run: Path, config: Config, num_devices: int) -> list[str]:
-    """The settings with which a resume on these devices keeps the global batches, as `train` does.
+    """The settings that make a resume on these devices keep the global batches, as `train` does.
 
     None where the config has them as it is, or a batch key has changed since the newest checkpoint.
     """

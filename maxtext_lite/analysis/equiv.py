@@ -127,7 +127,7 @@ def _fewer_planes(scaling: Mapping[str, Any], planes: int) -> dict[str, Any]:
 
 
 def _period(config: Config) -> int:
-    """Layers after which the pattern repeats; a shrunk config has two such periods, one per stage."""
+    """The pattern's period in layers; a scaled-down config has two periods, one per stage."""
     return math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
 
 

@@ -487,7 +487,7 @@ def _bytes_by_dtype(arrays: Sequence[Array]) -> dict[str, int]:
 
 
 def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Replica groups, which HLO writes as {{0,1},{2,3}}, as [2,4]<=[4,2]T(1,0), or by the axes of a mesh.
+    """Replica groups. HLO writes {{0,1},{2,3}}, [2,4]<=[4,2]T(1,0), or the axes of a mesh.
 
     Raises:
       ValueError: the notation is unknown.

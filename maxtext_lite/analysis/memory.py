@@ -300,7 +300,7 @@ class LayerOnDevice:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """A training step on a device, from which every line of the estimate follows.
+    """A training step on a device: every line of the estimate follows from it.
 
     Attributes:
       mesh: size of each mesh axis.
@@ -429,7 +429,7 @@ _HEADS = "queries and keys before and after rotation, values, context as the ker
 
 
 def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
-    """What the backward pass of a layer works with."""
+    """What the backward pass of a layer uses."""
     config = layer.config
     tokens = layer.tokens
     width = layer.width
@@ -525,8 +525,8 @@ def estimate_memory(
 
 
 def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
-    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
-    example."""
+    """Warns of an evaluation batch, larger than a micro-batch, that exceeds the devices' memory though one example
+    fits."""
     examples = plan.eval_batch_examples
     limit = plan.memory.limit
     is_off = plan.rl is not None or config.eval_interval == -1
@@ -668,7 +668,7 @@ def _float32_logits(step: DeviceStep) -> int:
 
 
 def _loss_lines(step: DeviceStep) -> Iterator[MemoryLine]:
-    """What the loss works with, tile by tile of the sequence; stages share the tokens."""
+    """What the loss uses, tile by tile of the sequence; stages share the tokens."""
     config = step.config
     mesh = step.mesh
     width = BYTES[step.config.dtype]

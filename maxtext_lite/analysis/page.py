@@ -80,7 +80,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
 
 
 def _beside(tables: Sequence[Mapping[str, Cell]]) -> dict[str, list[Cell]]:
-    """The rows of several tables with a column for each; without rows in which no table has a value."""
+    """The rows of several tables, with a column for each table and without rows that are empty in all."""
     rows: dict[str, list[Cell]] = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(tables)):
         cells = [table.get(name, NONE) for table in tables]

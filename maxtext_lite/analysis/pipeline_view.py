@@ -42,7 +42,7 @@ def _more(num_ticks: int) -> str:
 
 
 def heading(shape: PipelineShape, schedule: Schedule) -> str:
-    """The schedule, its number of ticks, and the share of them in which a stage is idle."""
+    """The schedule, its number of ticks, and a stage's share of idle ticks."""
     ticks = len(timetable(shape, schedule)[0])
     accumulation = shape.gradient_accumulation_steps
     batches = "micro-batch" if accumulation == 1 else "micro-batches"

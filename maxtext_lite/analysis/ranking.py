@@ -229,7 +229,7 @@ def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[
 
 
 def check_machine(config: Config, topology: Topology) -> None:
-    """Refuses devices and hosts for which there is no plan, whatever the batch.
+    """Refuses devices and hosts that no batch has a plan for.
 
     Raises:
       UserError: with every problem of the machine.
@@ -263,7 +263,7 @@ def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan)
 
 
 def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
-    """The keys in which a plan's config differs from the one requested."""
+    """The keys that differ between a plan's config and the requested one."""
     changed = {key: value for key in CHOSEN_KEYS if (value := getattr(chosen, key)) != getattr(config, key)}
     return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
 
@@ -369,7 +369,7 @@ def _model(config: Config, plan: BatchPlan, device: Device, held: MemoryEstimate
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the open axes within a slice, whose product is the devices left by the stated axes."""
+    """Sizes of the open axes within a slice. Their product is the number of devices left by the stated axes."""
     keys = {axis: key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))}
     stated = [getattr(config, key) for key in MESH_KEYS if key not in keys.values()]
     rest = num_devices // math.prod(size for size in stated if size > 0)

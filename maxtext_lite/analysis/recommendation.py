@@ -35,7 +35,7 @@ from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import read_records
 
 UTILIZATION = Interval(0.3, 0.5)
-"""The range of MFU for which wall-clock time is stated: what well-tuned runs report."""
+"""The range of MFU behind the wall-clock time: what well-tuned runs report."""
 
 BRANCHES_FILE = "branches.json"
 """In the directory of a run's branches: their losses and the critical batch."""
@@ -53,7 +53,7 @@ _TOKENS_SAY: dict[str, object] = {
 }
 """Values for the keys that would otherwise contradict a batch and a number of tokens."""
 _ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1, "warmup_steps": 0}
-"""The same with a length, as a batch is planned before its steps are known."""
+"""The same with a length, because a batch is planned before its steps are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class LegalBatch:
-    """A batch near a desired one with which the config can train on the machine.
+    """A batch near a desired one that the config can train with on the machine.
 
     Attributes:
       tokens, examples: size of the batch.
@@ -356,7 +356,7 @@ def _filling(examples: int, micro: int) -> int:
 
 
 def measured_batch(run: Path, config: Config) -> Measured:
-    """The critical batch of a run: that of its newest branches, or its newest noise scale.
+    """The critical batch of a run: from its newest branches, or its newest noise scale.
 
     Raises:
       UserError: it has neither.

@@ -66,7 +66,7 @@ agree". Arrays that are 0 up to rounding, such as the biases of keys, have no me
 
 @dataclass(frozen=True)
 class Difference:
-    """The first line of metrics.jsonl in which two runs differ.
+    """The first line of metrics.jsonl that differs between two runs.
 
     Attributes:
       evaluation: whether it is an evaluation's.
@@ -491,7 +491,7 @@ def _starts(checkpoints: Path) -> tuple[int, RestartHistory]:
 
 
 def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[tuple[int, bool]]) -> UserError:
-    """The refusal of a step before which the run resumed with other settings, after `seam`, where no checkpoint is."""
+    """The error for a step after a resume with other settings at `seam`, where there is no checkpoint."""
     checkpoints = run_directory(config) / "checkpoints"
     later = [saved for saved in steps_in(checkpoints) if saved >= step and (saved + 1, False) in lines]
     intact = [saved for saved in later if check(checkpoints / str(saved)) is None]

@@ -92,7 +92,7 @@ class Run:
         return table.get(metric, ())
 
     def rows(self, metric: str) -> list[tuple[int, float]]:
-        """The steps at which a metric has a value, and the values."""
+        """The steps where a metric has a value, and the values."""
         steps = self.evaluations["step"] if is_of_evaluations(metric) else self.steps["step"]
         pairs = zip(steps, self.column(metric), strict=False)
         return [(int(step or 0), value) for step, value in pairs if value is not None]

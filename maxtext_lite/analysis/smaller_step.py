@@ -1,4 +1,4 @@
-"""The keys with which a step that does not fit on a device holds less and computes the same."""
+"""Keys that make a step fit on a device: it holds less and computes the same."""
 
 from collections.abc import Callable, Iterator
 

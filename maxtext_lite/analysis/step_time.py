@@ -219,7 +219,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The least time of a step on one device, by resource, as if the others took no time.
+    """A lower bound on a device's step time by each resource, as if the others took no time.
 
     Attributes:
       attention_seconds: the part of `matmul_seconds` for scores and values.

@@ -55,7 +55,7 @@ class SampledBatch(ABC):
 
     @abstractmethod
     def with_sampling(self, memory: MemoryEstimate, config: Config, mesh: Mapping[str, int]) -> MemoryEstimate:
-        """The memory of a device that trains: `memory`, that of a step, and what sampling holds on it besides."""
+        """The memory of a device that trains: `memory` (a step's) and what sampling holds on it besides."""
 
     @abstractmethod
     def memory_warnings(self, memory: MemoryEstimate) -> list[str]:
@@ -75,7 +75,7 @@ class SampledBatch(ABC):
 
 
 def wants_solving(config: Config) -> bool:
-    """Whether both keys that split a global batch are to be solved for."""
+    """Whether both keys that split a global batch must be solved for."""
     is_open = config.per_device_batch_size == -1 == config.gradient_accumulation_steps
     return is_open and config.stated_global_batch > 0 and not config.batch_schedule
 

@@ -100,7 +100,7 @@ class Device:
 
 @functools.cache
 def devices() -> tuple[Device, ...]:
-    """Every known accelerator, as devices.yml has them; the first one whose pattern matches a kind counts."""
+    """Every known accelerator, from devices.yml. The first pattern that matches a kind counts."""
     table = parse_mapping(Path(__file__).with_name("devices.yml").read_text(encoding="utf-8"))
     found: list[Device] = []
     for name, row in table:

@@ -75,7 +75,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is held."""
+        """The moment of peak memory."""
         return max(_ALL, key=self.bytes_at)
 
     @property
@@ -100,7 +100,7 @@ class MemoryEstimate:
         return self.limit is None or self.total <= self.limit
 
     def at_peak(self, part: Part) -> int:
-        """Bytes of a part at the peak; those of all parts add up to the total."""
+        """Bytes of a part at the peak; all parts add up to the total."""
         return self.bytes_at(self.peak, part)
 
     def most(self, part: Part) -> int:

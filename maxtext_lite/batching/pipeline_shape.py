@@ -33,7 +33,7 @@ class PipelineShape:
     gradient_accumulation_steps: int
 
     def bubble_fraction(self, schedule: Schedule) -> Fraction:
-        """The share of its ticks in which a stage has no work; `1f1b` needs one round.
+        """The share of a stage's ticks without work; `1f1b` needs one round.
 
         With gpipe it is (S - 1) / (R M + S - 1) of each micro-batch, in the forward and in the backward pass. With
         1f1b, where a tick runs one microbatch forward and one backward, it is 2 (S - 1) / (A M + 2 (S - 1)) of a step.

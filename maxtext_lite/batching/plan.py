@@ -301,7 +301,7 @@ class BatchPlan(Batch):
 
     @property
     def learning_rate_multiplier(self) -> float:
-        """The factor by which the batch scales the learning rate."""
+        """The factor that the batch gives the learning rate."""
         return self.scaling.learning_rate_multiplier
 
     def stage_multiplier(self, stage: BatchStage) -> float:
@@ -710,7 +710,7 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
 
 
 def _rate_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
-    """A warning of a learning rate that destroys a pretrained model, or at which a large one does not train."""
+    """Warns of a learning rate that destroys a pretrained model or is too high to train a large one."""
     rate = plan.scaling.scaled["learning_rate"]
     if config.optimizer not in ("adamw", "adafactor", "lion"):  # others have rates of another size
         return

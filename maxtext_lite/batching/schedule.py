@@ -88,7 +88,7 @@ def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
 
 @dataclass(frozen=True)
 class RampupBatchManager:
-    """The batch as a function of the examples seen: that of the last stage whose threshold they have reached.
+    """The batch by examples seen: that of the last stage whose threshold they have reached.
 
     It keeps no position, and batches may rise and fall. Made of `batch_schedule`, or of the four keys of a ramp.
 

@@ -185,7 +185,7 @@ def original(path: str | Path, key: str) -> Path:
 
 @contextlib.contextmanager
 def reaching(path: str | Path, key: str) -> Generator[None]:
-    """A context in which a path is accessed for the first time.
+    """A context for the first access to a path.
 
     Raises:
       UserError: in place of an error of a bucket; names `key`.

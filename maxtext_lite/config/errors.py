@@ -83,7 +83,7 @@ def full_text(value: object) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text in which *** replaces the name and password of each address, and its signature.
+    """A text with *** in place of each address's name, password and signature.
 
     This is what messages, logs and the files of a run contain; a resumed run needs the secrets again.
     """
@@ -198,7 +198,7 @@ def refuse(config: object, key: str, rule: str, *nearest: object) -> Refusal:
 
 
 def refuse_unused(config: object, plain: Mapping[str, object], reason: str, *others: object) -> Refusal | None:
-    """The refusal of the first key whose value is not the plain one, where no other value has an effect.
+    """Refuses the first key that is not at its plain value, because other values have no effect.
 
     Args:
       plain: the value that each key must have.
@@ -227,7 +227,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Generator[None]:
-    """A context in which `path` is written.
+    """A context to write `path` in.
 
     Raises:
       WriteError: in place of an OSError: the disk is full, the file system is read-only, `path` is a directory, ...

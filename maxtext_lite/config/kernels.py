@@ -17,7 +17,7 @@ Platform = Literal["cpu", "gpu", "tpu"]
 SPLASH_BLOCK = 128
 """Tokens in a block of splash attention."""
 ASSUMED_CAPABILITY = "9.0"
-"""The compute capability assumed of a GPU that is not there: that of an H100 or H200."""
+"""The compute capability assumed for an absent GPU: an H100's or H200's."""
 KERNEL_SCOPE = "kernel_"
 """Prefix of the scopes that name kernels which share one target, as all Pallas kernels on GPUs do."""
 TOKAMAX_VERSIONS = ("0.0.12", "0.0.17")
@@ -262,7 +262,7 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
 
 
 def planned_kernel(config: Config, accelerator: Accelerator, num_context_shards: int) -> KernelChoice:
-    """`attention_kernel` for a plan: a named kernel is taken as it is, as it may be meant for other devices."""
+    """`attention_kernel` for a plan: a named kernel is kept, because it may be meant for other devices."""
     if config.attention != "auto":
         return KernelChoice(config.attention)
     return attention_kernel(config, accelerator, num_context_shards)

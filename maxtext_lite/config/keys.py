@@ -340,7 +340,7 @@ def _list_of(made: type[SourceList], kind: type[SourceEntry], example: str) -> C
 
 
 def single_path(value: str | SourceList) -> str:
-    """The path that a key has as its value, where the rules have refused a list."""
+    """A key's path, after the rules have refused a list."""
     assert isinstance(value, str), "rules refuse a list of sources here"
     return value
 
@@ -862,7 +862,7 @@ class DataConfig(Section):
 
     @property
     def objective_kind(self) -> ObjectiveKind:
-        """The objective, with `auto` replaced by that of the data."""
+        """The objective, with `auto` replaced by the data's."""
         return objective_kind(objective_name(self.objective, self.dataset_type))
 
     @property
@@ -947,7 +947,7 @@ class Config(
     DataConfig,
     PreferenceConfig,
 ):
-    """Every key of a run, as `load_config` returns it. Configs with equal values are equal, whatever their origins."""
+    """Every key of a run, from `load_config`. Configs with equal values are equal, whatever their origins."""
 
     run_kind: ClassVar[str] = "train"
     """What the run does: its name in the registry's kinds that each kind of run implements."""

@@ -365,7 +365,7 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
 
 
 def _refuse_unused_keys(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> None:
-    """Refuses values other than those of base.yml for keys that this kind of run does not use."""
+    """Refuses values other than base.yml's for keys that this kind of run does not use."""
     root, *others = layers
     for layer in others:
         for key, why in kind.unused_keys.items():

@@ -9,7 +9,7 @@ from maxtext_lite.config.registry import NotInstalled, load
 
 
 def load_asked(config: Config, kind: str, name: str, *keys: str) -> Any | None:
-    """The object of a name for which these keys ask; None where it is absent and they have their defaults.
+    """The object of a name that these keys request; None if it is absent and they have their defaults.
 
     Raises:
       NotInstalled: it is absent, and a key is not at its default.

@@ -13,7 +13,7 @@ Phase = Literal["start-up", "compile", "reading", "step", "rollout", "save", "ev
 """The work of a process; "end" follows the last of it."""
 
 EXIT_HANGS = 76
-"""The exit code of a run that hangs, or in which a process has vanished."""
+"""The exit code of a run that hangs or has lost a process."""
 
 
 class Observer:
@@ -76,7 +76,7 @@ class PhaseClock:
         self._report("start-up")
 
     def begin(self) -> None:
-        """Starts the account of one run, where a process does several."""
+        """Starts the account of one run of a process that does several."""
         if not self._is_fresh:
             self.restart()
         self._is_fresh = False
@@ -177,7 +177,7 @@ class StatusLine:
 
     @contextlib.contextmanager
     def shown(self) -> Generator[None]:
-        """A context, or a decorator, in which the thread runs."""
+        """A context, or a decorator, that runs the thread."""
         over = threading.Event()
         self.printed()
         thread = threading.Thread(target=self._watch, args=(over,), name="status line", daemon=True)

@@ -12,7 +12,7 @@ EVALUATION_BY_SOURCE = ("eval_losses", "source_token_shares")
 """The objects of numbers by source on an evaluation's line."""
 
 INCOMPLETE = "ends with an incomplete line"
-"""In the note on a file whose last line was not written to its end, as after any kill."""
+"""In the note on a file with an incomplete last line, as after any kill."""
 
 _MOST_NAMED = 5
 
@@ -111,7 +111,7 @@ def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any],
 
 
 def without_infinities(value: Any) -> Any:
-    """JSON in which numbers that are not finite become null."""
+    """JSON with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: without_infinities(each) for name, each in cast("Record", value).items()}
     if isinstance(value, list | tuple):

@@ -303,7 +303,7 @@ BatchSchedule = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_batch_sc
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port, or 0: none."""
 HangTimeout = Annotated[int, Field(ge=5, le=86400), _or(0)]
-"""From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
+"""From 5 seconds (processes exchange their progress every second) to a day; 0: off."""
 CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _or(-1)]
 """An integer of at least 1, or -1: derived or off."""
 StepsOrPartOfRun = Annotated[int | Fraction, _steps(0, "the run"), _exactly]

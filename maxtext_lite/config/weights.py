@@ -45,12 +45,12 @@ def num_parts(axis: str, mesh: Mapping[str, int]) -> int:
 
 
 def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The logical axes of one layer's parameter, from those of a stack of layers; other axes unchanged."""
+    """The logical axes of one layer's parameter, from a stack's; other axes unchanged."""
     return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
 
 
 def per_tensor_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The logical axes of one layer's and one expert's tensor, from those of a stack, whose dims come first."""
+    """The logical axes of one layer's and one expert's tensor, from a stack's, whose dims come first."""
     return tuple(axis for axis in unstacked(axes) if axis != "experts")
 
 
@@ -113,7 +113,7 @@ class Weight:
 
 
 WeightTable = dict[str, Weight]
-"""Weights by path, in the order in which their normal values are sampled."""
+"""Weights by path, in the order that samples their normal values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -505,7 +505,7 @@ def layer_weights(shape: ModelShape) -> WeightTable:
 
 
 BLOCK_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-"""The norms that a layer may have besides those of queries and keys."""
+"""A layer's possible norms besides those of queries and keys."""
 
 
 def end_weights(shape: ModelShape) -> WeightTable:

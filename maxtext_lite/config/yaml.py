@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
-        """The integer of a scalar, whose octal prefix YAML 1.1 does not know."""
+        """The integer of a scalar; YAML 1.1 does not know its octal prefix."""
         return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
 
 

@@ -59,7 +59,7 @@ class Balance:
         ids: np.ndarray,
         micro_batches: int,
     ) -> tuple[np.ndarray, float | None]:
-        """The order in which the examples of a step are laid out, and the imbalance of attention.
+        """The layout order of a step's examples, and the imbalance of attention.
 
         The imbalance says how much longer attention takes than if all shards had equal work: the cost of the costliest
         shard, summed over turns, divided by that of the mean shard, minus 1. None if the source does not know it.

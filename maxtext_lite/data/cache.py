@@ -52,7 +52,7 @@ def file_sha256(file: Path) -> str:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The dtype for the ids of a vocabulary, of the fewest bytes."""
+    """The smallest dtype for the ids of a vocabulary."""
     return "uint16" if vocab_size <= 2**16 else "int32"
 
 

@@ -93,13 +93,13 @@ class MixtureSchedule:
         return counts
 
     def seed(self, fingerprint: str, seed: int) -> int:
-        """The seed of a source's order: data_shuffle_seed itself for the source with which the run began alone."""
+        """The seed of a source's order: data_shuffle_seed itself if the run began with this source alone."""
         if seed == FILE_ORDER or fingerprint == self.lone:
             return seed
         return _hash(f"{seed}:{fingerprint}")
 
     def salt(self, fingerprint: str) -> int:
-        """An offset for hashing the rows of a source; 0 for the source with which the run began alone."""
+        """An offset for hashing the rows of a source; 0 if the run began with this source alone."""
         return 0 if fingerprint == self.lone else _hash(fingerprint)
 
 
@@ -130,7 +130,7 @@ def _hash(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSource(ExampleSource):
-    """Sources whose examples are numbered consecutively: those of the first, then those of the second, and so on.
+    """Sources with consecutively numbered examples: the first source's, then the second's, and so on.
 
     Attributes:
       parts: the part of each source in the mixture, in the order of fingerprints; for held-out examples those of the
@@ -183,7 +183,7 @@ class MixtureSource(ExampleSource):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The special tokens with which the answers of some source end."""
+        """The special tokens that end some source's answers."""
         return tuple(dict.fromkeys(end for source in self.sources for end in source.ends))
 
     def describe(self) -> list[dict[str, Any]]:
@@ -311,7 +311,7 @@ class MixtureSource(ExampleSource):
         first: int,
         end: int,
     ) -> list[dict[str, Any]]:
-        """What a run takes from each source between two positions, as JSON.
+        """What a run consumes from each source between two positions, as JSON.
 
         `rows` and `token_share` are for these positions, by the sources' mean target tokens; `epochs` for the whole
         run.

@@ -135,7 +135,7 @@ MixtureRule: TypeAlias = PeriodicRule | TreeRule
 
 
 def position_of(rule: MixtureRule, source: int, rank: int) -> int:
-    """The position of a mixture at which a source gives its row number `rank`, counted from 0."""
+    """The mixture's position of a source's row number `rank`, counted from 0."""
     end = rank + 1
     while rule.counts(end)[source] <= rank:
         end *= 2
@@ -148,7 +148,7 @@ def position_of(rule: MixtureRule, source: int, rank: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
-    """The period in which source s gives rows[s] rows.
+    """One period of the rule: source s gives rows[s] rows.
 
     Among the sources that may give the next row, the one with the earliest deadline gives it, and among equals the
     first. Row j of s may be row n of the mixture, counted from 1, once n x share - j >= 1 / (2k - 2), and must be given

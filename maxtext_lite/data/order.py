@@ -73,7 +73,7 @@ def _shuffled(
     num_examples: int,
     seed: int,
 ) -> np.ndarray:
-    """The images of these indices under a permutation of range(num_examples): that of grain.experimental.index_shuffle.
+    """The images of these indices under grain.experimental.index_shuffle's permutation of range(num_examples).
 
     Numbers of an even number of bits are encrypted, repeatedly until they are below num_examples.
     Source: Beaulieu et al. 2013, "The SIMON and SPECK families of lightweight block ciphers", section 3.1, for the

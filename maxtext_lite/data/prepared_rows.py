@@ -23,7 +23,7 @@ def open_prepared_rows(
     eval_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> Opened:
-    """The rows of a prepared dataset; arguments and errors as of `open_text`."""
+    """The rows of a prepared dataset; arguments and errors as for `open_text`."""
     del vocab_size
     directory, shards = user_path(path), None
     if is_bucket(path):

@@ -90,7 +90,7 @@ class Documents(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Stretches of the stream that are the inputs of some rows, those of a row one after the other.
+    """Ranges of the stream with the inputs of some rows, each row's one after the other.
 
     Attributes:
       starts: where each starts in the stream; int64.
@@ -302,7 +302,7 @@ class BestFitRows(Rows):
         return np.asarray(self.starts[first:stop]), np.diff(slots_before)
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """Target tokens of these rows, in which every input has one; repeated rows count repeatedly."""
+        """Target tokens of these rows, one per input; repeated rows count repeatedly."""
         return int(self.stretches(rows).slots.sum())
 
     def count_targets_between(self, first: int, stop: int) -> int:
@@ -492,7 +492,7 @@ def _first_rows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Arrays
 
 
 def _fitted_windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Arrays]:
-    """The arrays of `BestFitRows`, of groups of documents that are fitted into rows of their own."""
+    """The arrays of `BestFitRows` for groups of documents, each fitted into rows of its own."""
     first = 0
     count = len(document_starts) - 1
     slots_before = num_pieces = np.zeros(1, np.int64)

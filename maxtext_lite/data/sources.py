@@ -1,4 +1,4 @@
-"""Sources of examples, opened by the name in `dataset_type`; here those of text and of random tokens.
+"""Sources of examples, opened by the name in `dataset_type`; text and random tokens are here.
 
 A source is a sequence with random access; `order` and `feed` decide which example is read when.
 """
@@ -43,7 +43,7 @@ Opened = tuple[ExampleSource, ExampleSource | None]
 
 
 def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
-    """The training examples, and the held-out ones; of several sources that the config lists, as one source each.
+    """The training examples and the held-out ones; several listed sources become one source each.
 
     Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows of
     each source in file order, at least one. No target of a held-out row is a token of a training row, except with
@@ -142,7 +142,7 @@ def open_path(
     path: str,
     vocab_size: int | None,
 ) -> ExampleSource:
-    """All examples of a path; other arguments and errors as of `open_sources`.
+    """All examples of a path; other arguments and errors as for `open_sources`.
 
     Args:
       key: what messages call the path.
@@ -301,7 +301,7 @@ def open_synthetic(
     eval_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> Opened:
-    """Random tokens for training and others for evaluation; arguments as of `open_text`, some of no effect."""
+    """Random tokens for training and others for evaluation; takes the arguments of `open_text`, some without effect."""
     del key, path, eval_fraction
     drawn_below = tokenizer.vocab_size if vocab_size is None else vocab_size
     return (

@@ -101,7 +101,7 @@ class TextEncoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the tokens of texts depend on besides the tokenizer, where it differs from what it once always was."""
+        """What tokens depend on besides the tokenizer, where it differs from the original behaviour."""
         found = dict[str, Any]()
         if len(self.begin_ids):
             found["begin_ids"] = self.begin_ids.tolist()

@@ -49,7 +49,7 @@ _ABOUT_DATA = (
     "manifest.json",
     "prepare.json",
 )
-"""Files beside data, as Hugging Face's datasets and `prepare` write them."""
+"""Files that Hugging Face's datasets and `prepare` write beside data."""
 _MOST_NAMED = 5  # files
 _PIECE = 2**20
 _LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 by default

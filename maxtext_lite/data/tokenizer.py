@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         return text
 
     def encode_broken(self, text: str) -> PlacedTokens:
-        """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
+        """The tokens of a text without its `BREAK`s; names that contain them are characters."""
         (placed,) = self.encode_placed([text.replace(BREAK, "")])
         places = [place for place, letter in enumerate(text) if letter != BREAK]
         kept = np.array(places, np.int64)

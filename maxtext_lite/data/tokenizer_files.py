@@ -59,7 +59,7 @@ _LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORD_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
-"""The pattern by which cl100k and Llama 3 split a text into words."""
+"""The pattern that splits text into words for cl100k and Llama 3."""
 _PATTERNS = (
     WORD_PATTERN,
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",  # Qwen 2 and 3
@@ -67,7 +67,7 @@ _PATTERNS = (
 
 
 def may_split(stated: dict[str, Any]) -> bool:
-    """Whether a `tokenizer.json` describes a tokenizer to which the module's argument applies."""
+    """Whether the module's argument applies to the tokenizer of a `tokenizer.json`."""
     model = stated.get("model") or {}
     words = stated.get("pre_tokenizer") or {}
     normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
@@ -210,7 +210,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return normalizer.normalize_str(text) if normalizer else text
 
     def encode_broken(self, text: str) -> PlacedTokens:
-        """The tokens of a text without its `BREAK`s, in which names that have them are characters."""
+        """The tokens of a text without its `BREAK`s; names that contain them are characters."""
         encoding = self._without_breaks.encode(text, add_special_tokens=False)
         return _placed(encoding.ids, encoding.offsets)
 
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return library
 
     def pieces(self, text: str, most: int) -> list[str]:
-        """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
+        """Parts cut at spaces, if that is safe for the file's tokenizer."""
         return pieces(text, most) if self._may_split else [text]
 
     @contextlib.contextmanager

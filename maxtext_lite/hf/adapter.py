@@ -24,7 +24,7 @@ from maxtext_lite.hf.safetensors import check_format
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SIDE_BY_SIDE = "lora_targets"
-"""The entry of the weights' metadata with which an export names the weights that have adapters of their own.
+"""The entry of the weights' metadata where an export names the weights with adapters of their own.
 
 Those of one module then are side by side: the first columns of its B are for the first of them alone.
 """
@@ -89,7 +89,7 @@ class LoraFields(BaseModel, strict=True, extra="allow", frozen=True):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def leaves_out(self, module: str) -> str:
-        """The field by which PEFT gives a module no adapter; "" if it gives it one."""
+        """The field that makes PEFT give a module no adapter; "" if it gives one."""
         if self.exclude_modules and _is_among(module, self.exclude_modules):
             return "exclude_modules"
         if self.target_modules != "all-linear" and not _is_among(module, self.target_modules):

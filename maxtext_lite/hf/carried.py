@@ -86,7 +86,7 @@ def store_files_of_run(config: Config, out: Path, learned: Sequence[int]) -> lis
 
 
 def new_ends(config: Config, learned: Sequence[int]) -> list[str]:
-    """The spelling of those tokens, of learned answers, at which the texts of the model did not end before."""
+    """The spelling of the tokens from learned answers that did not end the model's texts before."""
     if not learned:
         return []
     tokenizer = load_tokenizer(config)
@@ -110,7 +110,7 @@ def carry_tokens(config: Config, source: Path, out: Path) -> None:
 
 
 def carry_own_tokens(config: Config, source: Path, base: Path, out: Path) -> None:
-    """Writes the tokenizer and the chat template of adapters that were not trained with those of their base.
+    """Writes the tokenizer and the chat template of adapters that were not trained with their base's.
 
     Also a generation_config.json if their texts end at other tokens.
 
@@ -161,7 +161,7 @@ def _template(path: str) -> bytes:
 
 
 def _model_files(config: Config, origin: Path) -> dict[str, bytes]:
-    """The files in which a directory describes its model, with the tokens of the config's tokenizer."""
+    """The files that describe a directory's model, with the tokens of the config's tokenizer."""
     names = [name for name in _MODEL_FILES if is_there(origin / name)]
     file = tokenizer_file(config)
     missing = config.tokenizer_type != "byte" and file is None  # of data that need none
@@ -193,7 +193,7 @@ def _with_tokens(fields: JsonObject, ends: list[int], tokenizer: Tokenizer) -> J
 def _with_stops(
     contents: Mapping[str, bytes], config: Config, learned: Sequence[int], paths: Sequence[str | Path]
 ) -> dict[str, bytes]:
-    """The generation_config.json with all tokens after which texts end, if these contents do not state them."""
+    """The generation_config.json with all tokens that end texts, if these contents do not state them."""
     no_tokenizer = config.tokenizer_type != "byte" and tokenizer_file(config) is None
     if no_tokenizer or not (paths or learned):
         return {}

@@ -22,7 +22,7 @@ from maxtext_lite.data.tokenizer_files import CONFIG_FILE, special_tokens
 from maxtext_lite.hf.turns import Turn
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-"""The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
+"""The date for templates that print today's, if a text must not depend on the day; Llama's own default."""
 
 _THINKING = re.compile(
     r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
@@ -270,12 +270,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark the answers to learn: writes MARKS around them."""
+    """`{% generation %}`, which marks the answers to learn in templates: writes MARKS around them."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> Any:
-        """Parses the block as a call, in a scope of its own, as transformers does."""
+        """Parses the block as a call in its own scope, like transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.has_marks = True  # type: ignore[attr-defined]

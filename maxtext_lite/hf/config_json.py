@@ -136,7 +136,7 @@ def family_of(fields: JsonObject, where: str) -> str:
 
 
 def model_keys(fields: JsonObject, where: str) -> Keys:
-    """Every key of the Model section that decides parameters or logits, as a config.json states it.
+    """Every key of the Model section that decides parameters or logits, from a config.json.
 
     Args:
       where: what messages call the config.json.
@@ -271,7 +271,7 @@ _OF_ALL = WITHOUT_EFFECT | {"dtype", "torch_dtype", "quantization_config", "auto
 
 
 def text_fields(fields: JsonObject) -> JsonObject:
-    """The fields of a model's text part, as a model of its own has them; any other model's fields unchanged.
+    """The fields of a model's text part, as if it were a model; any other model's fields unchanged.
 
     Raises:
       UserError: its text_config is no object, or of a family that does not go with it.

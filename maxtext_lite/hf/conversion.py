@@ -33,7 +33,7 @@ from maxtext_lite.training.parameter_files import (
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
-"""The keys of the mesh on which parameters are converted."""
+"""The keys of the mesh that converts parameters."""
 
 
 def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
@@ -134,7 +134,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
 
 
 def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tuple[str, str]:
-    """The number format of exported weights, and a clause on it where it is not that of the run."""
+    """The number format of exported weights, and a clause on it if it is not the run's."""
     trained = config.weight_dtype
     carried = hf_directory(source)
     if carried is None or any(word.startswith("weight_dtype=") for word in overrides):

@@ -219,7 +219,7 @@ def is_whole(value: object, least: int, most: float = math.inf) -> TypeGuard[int
 
 
 def same_architecture(one: Keys, other: Keys) -> list[str]:
-    """The keys in which two models differ; two ways of stating the same thing are no difference.
+    """The keys that differ between two models; two ways to state the same thing are no difference.
 
     Args:
       one: keys from a config.json.

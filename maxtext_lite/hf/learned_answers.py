@@ -181,7 +181,7 @@ class AnswerFinder:
 
 
 def _num_shared(one: str, other: str) -> int:
-    """Number of characters with which both texts begin."""
+    """The length of the texts' common prefix, in characters."""
     for place, (character, beside) in enumerate(zip(one, other, strict=False)):
         if character != beside:
             return place

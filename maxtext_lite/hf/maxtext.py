@@ -463,7 +463,7 @@ def _data(found: Translation) -> None:
 
 
 def _dataset_path(found: Translation, ours: str) -> None:
-    """Translates the paths of training data; MaxText's records are to be prepared again."""
+    """Translates the paths of training data; MaxText's records must be prepared again."""
     kind = found.of["dataset_type"]
     key = f"{kind}_train_files" if kind in _WITH_FILES else ""
     patterns = _patterns(found.of[key]) if key else []

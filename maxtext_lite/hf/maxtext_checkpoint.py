@@ -54,7 +54,7 @@ class _Parameter(NamedTuple):
 
 
 def maxtext_items(source: Path) -> Path | None:
-    """The newest MaxText parameters in a directory of checkpoints, or those of one checkpoint; None without any."""
+    """The newest MaxText parameters in a directory of checkpoints, or one checkpoint's; None without any."""
     found = [parent / str(step) for parent in (source / "checkpoints", source) for step in reversed(steps_in(parent))]
     roots = [step / "items" for step in found] + [source / "items", source]
     return next((root for root in roots if (root / "_METADATA").is_file()), None)

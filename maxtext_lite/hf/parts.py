@@ -239,7 +239,7 @@ class ExpertGroups(Part):
 
 
 class OutBias(Part):
-    """Seed-OSS's biases, of queries, keys and values, and of the output."""
+    """Seed-OSS's biases of queries, keys and values, and of the output."""
 
     def read(self, fields: Fields) -> JsonObject:
         inner = fields.flag("attention_bias", True, key="attention_bias")

@@ -76,7 +76,7 @@ class RopeFields(Part):
 
 
 def _stated(fields: Fields, mapping: str, parameters: JsonObject, entry: str, name: str, default: float) -> Any:
-    """A field's value, or that of an entry of the mapping; if both are stated, they must agree."""
+    """The value of a field or of an entry of the mapping; if both are stated, they must agree."""
     value = parameters.pop(entry, None)
     beside = fields.take(name, value)
     if value is not None and beside != value:
@@ -203,7 +203,7 @@ class MultipliedRope(RopeFields):
 
 
 class RotaryDim(RopeFields):
-    """MiniMax's rotation, whose share of a head is also stated in dims."""
+    """MiniMax's rotation: its share of a head is also stated in dims."""
 
     def read(self, fields: Fields) -> JsonObject:
         keys = super().read(fields)

@@ -63,7 +63,7 @@ _LFS = b"version https://git-lfs"
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The files with a directory's weights: those of its index, or model.safetensors, or every .safetensors file.
+    """The files with a directory's weights: its index's, or model.safetensors, or every .safetensors file.
 
     Raises:
       UserError: the index is damaged or names a missing file, one of the files is not a file, or which files count is

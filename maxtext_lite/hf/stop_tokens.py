@@ -16,7 +16,7 @@ from maxtext_lite.hf.fields import Keys, is_whole
 
 
 def stop_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens after which a model's texts end: those that its files state, and end-of-text.
+    """The tokens that end a model's texts: those that its files state, and end-of-text.
 
     Args:
       paths: of runs, imported models, Hugging Face directories or adapters.
@@ -52,7 +52,7 @@ def stop_ids_of(directory: Path) -> list[int]:
 
 
 def stop_ids_in(fields: Keys) -> list[Any]:
-    """The eos_token_id of a file about a model, as a list."""
+    """The eos_token_id in a model's file, as a list."""
     value = fields.get("eos_token_id", [])
     if value is None:
         return []

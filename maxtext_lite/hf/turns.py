@@ -1,4 +1,4 @@
-"""The tokens of what a chat template renders, in which the contents of turns are only characters."""
+"""The tokens of a rendered chat template, with the contents of turns as plain characters."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class TurnEncoder(TextEncoder):
         self._special_like = any_of_names(tokenizer.special_like)
 
     def hide_written_by(self, rendered: str) -> None:
-        """Hides in contents of turns also the added tokens that a chat template writes, as in this rendering."""
+        """Also hides in contents of turns the added tokens that a chat template writes, as in this rendering."""
         token_ids = set(self.tokenizer.encode(rendered).tolist()) - self.tokenizer.special_ids
         written = {name: each for name, each in self.tokenizer.special_like.items() if each in token_ids}
         self.names = [*dict.fromkeys([*self.names, *written])]
@@ -44,7 +44,7 @@ class TurnEncoder(TextEncoder):
         self._is_control[[*written.values()]] = True
 
     def hide(self, where: str, text: str, keep: re.Pattern[str] | None = None) -> str:
-        """The content of a turn, with a `BREAK` between the characters of special tokens that are to be plain.
+        """The content of a turn, with a `BREAK` between the characters of special tokens that must be plain.
 
         A template carries these along; `place` reads the names as characters, and `reveal` spells them again.
 

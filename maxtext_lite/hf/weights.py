@@ -58,7 +58,7 @@ def open_parameters(path: str | Path) -> Reader | None:
 
 
 class HuggingFaceReader(Reader):
-    """The parameters of a Hugging Face directory, or those of an adapter's base model and its matrices."""
+    """The parameters of a Hugging Face directory, or of an adapter's base model with its matrices."""
 
     def __init__(self, directory: str | Path, adapter: Adapter | None) -> None:
         self.directory = adapter.base if adapter else directory

@@ -48,7 +48,7 @@ class _Prompter:
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Tokens after which a text ends: the requested ones, or the model's."""
+        """Tokens that end a text: the requested ones, or the model's."""
         asked = self.asked.stop_token_ids
         return self.tokens.stop_token_ids if asked is None else asked
 
@@ -58,7 +58,7 @@ class _Prompter:
         return [{"role": "system", "content": self.asked.system}] if self.asked.system else []
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text; with chat, those of a conversation in which it is the user's first turn."""
+        """The tokens of a text; with chat, of a conversation with the text as the user's first turn."""
         if self.template:
             return self.after([*self.first_turns, {"role": "user", "content": text}])
         return self.tokens.encoder.prompt(text).tolist()
@@ -75,7 +75,7 @@ class _Prompter:
         return encoder.or_end(token_ids).tolist()
 
     def begin(self, prompt: list[int]) -> WrittenText:
-        """An empty text, to which tokens are added: the continuation of a prompt, or with chat an answer to it."""
+        """An empty text to add tokens to: the continuation of a prompt, or with chat an answer to it."""
         before = () if self.template else prompt
         return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids, prompt=before)
 

@@ -87,7 +87,7 @@ _CONVERSATIONS = {"messages", "conversations", "completion", "output"}
 
 
 def _holds_texts(path: str) -> bool:
-    """Whether a file holds documents, as far as its first line shows, rather than conversations."""
+    """Whether a file's first line shows a document rather than a conversation."""
     name, file = find_files("data", path)[0]
     if is_kind(name, PLAIN_SUFFIXES):
         return True

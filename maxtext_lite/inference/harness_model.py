@@ -99,7 +99,7 @@ class HarnessModel:
         return self._template.fingerprint if chat_template else ""
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of these turns, to which an answer is added.
+        """The text of these turns, ready for an answer.
 
         Args:
           add_generation_prompt: false: the last turn is the beginning of the answer.

@@ -76,7 +76,7 @@ def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, 
 
 
 def summed_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, ...], find: Find) -> Tree:
-    """dq over the keys of all shards, and dk and dv over their queries; arguments as of `merged_over_shards`."""
+    """dq over the keys of all shards, and dk and dv over their queries; arguments as for `merged_over_shards`."""
 
     def add(before: Tree, found: Tree) -> Tree:
         return tuple(x + new for x, new in zip(before, found, strict=True))

@@ -195,7 +195,7 @@ def _sent(numbers: Array, send: Callable[[Array], Array]) -> Array:
 
 
 def _totals(left_BTk: Array, right_kj: Array, axis: str) -> Array:
-    """left x right [n, B, T, j], where n devices along a logical axis have a part of k each.
+    """left x right [n, B, T, j], with a part of k on each of n devices along a logical axis.
 
     The parts are kept apart until they have their scales: the all-reduce then takes two bytes a number, not four.
     """

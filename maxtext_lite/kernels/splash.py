@@ -170,7 +170,7 @@ def _arranged(mask: Any, shards: int) -> np.ndarray:
     chunk = num_tokens // (CHUNKS_PER_SHARD * shards)
 
     def mask_function(position_Q: Any, place_S: Any) -> Any:
-        """Inside the kernel: `context_order` in arithmetic, as it has no table to look a place up in."""
+        """`context_order` in arithmetic: inside the kernel there is no table to look a place up in."""
         shard = place_S // (2 * chunk)
         late = place_S // chunk % 2
         chunk_S = shard + late * (2 * shards - 1 - 2 * shard)
@@ -195,7 +195,7 @@ _TOKENS = ("batch", "length")
 
 @jax.custom_vjp
 def _with_gradient_as_wide(x: Array) -> Array:
-    """`x` with its gradient cast to its dtype: splash returns that of float32 sinks in the queries' dtype."""
+    """Casts the gradient of `x` to its dtype: for float32 sinks, splash returns it in the queries' dtype."""
     return x
 
 
@@ -250,7 +250,7 @@ class _Options:
         )
 
     def kernel_for(self, rows: tuple[Array, ...], mask: Mask, **more: Any) -> Any:
-        """The kernel for these queries [B, N, T, H], keys and values, whose mask describes consecutive tokens."""
+        """The kernel for these queries [B, N, T, H], keys and values, with a mask of consecutive tokens."""
         q_BNTH, k_BKSH, v_BKSW = rows[:3]
         head_dim = max(k_BKSH.shape[-1], v_BKSW.shape[-1])
         return self.kernel(mask, q_BNTH.shape[1], head_dim, span=mask.shape[0], **more)

@@ -61,7 +61,7 @@ class Scoring:
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
     def dproduct(self, dscore: Array, score: Array, key_dim: int) -> Array:
-        """The gradient of the products, from that of their scores and the scores themselves."""
+        """The gradient of the products, from their scores and the scores' gradient."""
         dproduct = dscore * self.scale_of(key_dim)
         return dproduct if self.soft_cap is None else dproduct * (1 - jnp.square(score / self.soft_cap))
 
@@ -379,7 +379,7 @@ class Layout:
         return self.num_tiles * self.tile
 
     def pad(self, x: Array, axis: int, value: int = 0) -> Array:
-        """`x` with padding along dim `axis`, that of a device's tokens."""
+        """Pads `x` along dim `axis`, a device's tokens."""
         missing = self.padded_run - self.run
         if not missing:
             return x

@@ -514,7 +514,7 @@ class Queues(NamedTuple):
         return self.expert_NJ.shape[0] * min(self.expert_NJ.shape[1], self.num_here) > self.num_rows
 
     def num_rounds(self) -> Array:
-        """Rounds after which the queues of all devices along the axis are empty."""
+        """The rounds that empty the queues of all devices along the axis."""
         return largest(jnp.max(-(-self.count_n // self.num_rows)), "experts")
 
     def round(self, number: Array | int) -> ExchangedRows:
@@ -836,7 +836,7 @@ class _ExpertRows(NamedTuple):
         g_UD: Array,
         weight_dtype: DTypeLike,
     ) -> tuple[Array, Array, list[Array]]:
-        """The gradients of x and share, float32, and of the weights, given g_UD, those of share x `output`.
+        """The gradients of x and share, float32, and of the weights, given the gradients g_UD of share x `output`.
 
         Args:
           weight_dtype: of the matrices' gradients.

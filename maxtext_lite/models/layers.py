@@ -430,7 +430,7 @@ def attention_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
 
 
 def mlp_of(shape: DecoderShape) -> Callable[..., nnx.Module]:
-    """The module of a layer's mlp; that of experts is imported with the first model that has some."""
+    """The module of a layer's mlp; the experts' is imported for the first model that has some."""
     if shape.experts is None:
         return Mlp
     return resolve("maxtext_lite.models.moe:MixtureOfExperts")

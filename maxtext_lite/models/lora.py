@@ -63,7 +63,7 @@ class Adapted:
 
     @property
     def num_stacked(self) -> int:
-        """The number of dims before `in`: those of layers and of experts."""
+        """The number of dims before `in`: of layers and of experts."""
         return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
 
     def merged(self) -> Array:

@@ -1,4 +1,4 @@
-"""Scaling of rotary positions for texts longer than those of a model's training."""
+"""Scaling of rotary positions for texts longer than in a model's training."""
 
 import math
 
@@ -17,7 +17,7 @@ def scaled_angles(
     rope: Rope,
     segment_BT: Array | None,
 ) -> tuple[Array, float]:
-    """Angles [B, T, dim / 2], float32, and the factor of their cosines and sines; arguments as of `rotary_angles`."""
+    """Angles [B, T, dim / 2], float32, and the factor of their cosines and sines; arguments as for `rotary_angles`."""
     scaling = rope.scaling
     assert scaling is not None
     position_BT1 = position_BT[..., None].astype(jnp.float32)
@@ -48,7 +48,7 @@ def _frequencies(rope: Rope, scaling: RopeScaling) -> np.ndarray:
 
 
 def _ntk_exponent(dim: int) -> float:
-    """The power of a growth in length by which the base must grow to slow the slowest plane as much."""
+    """The exponent that turns a growth in length into the base's growth, to slow the slowest plane as much."""
     return dim / max(dim - 2, 1)
 
 

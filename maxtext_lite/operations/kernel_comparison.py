@@ -44,7 +44,7 @@ from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import StepContext
 
 _TIMES_PLAIN = 4.0
-"""A kernel's error against float32 may be this multiple of that of plain arithmetic in the run's dtype."""
+"""A kernel's error against float32 may be this multiple of plain arithmetic's error in the run's dtype."""
 LEAST = {"float32": 1e-5, "bfloat16": 2**-5, "float16": 2**-8}
 """The least bounds: eight roundings of two bytes, and the meaning of "two runs agree" in float32."""
 _OF_FORMAT = {"none": 0.0, "int8": 0.05, "fp8": 0.15, "fp8_full": 0.15}

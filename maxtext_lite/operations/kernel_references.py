@@ -23,7 +23,7 @@ def plain_attention(
     place_T: Sequence[int] | jax.Array,
     scoring: Scoring,
 ) -> jax.Array:
-    """`attention.attention` by a softmax over all keys, in which keys that a query does not see have no weight.
+    """`attention.attention` by a softmax over all keys; keys that a query does not see have no weight.
 
     Args:
       place_T: each token's place in its example.
@@ -65,7 +65,7 @@ def plain_experts(
     activation: Activation,
     on_input: bool,
 ) -> jax.Array:
-    """`experts.dropless` by every expert for every token, in which experts that were not chosen have no share."""
+    """`experts.dropless` by every expert for every token; experts that were not chosen have no share."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def plus(y_BTD: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

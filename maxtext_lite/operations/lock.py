@@ -36,7 +36,7 @@ from maxtext_lite.training.run_files import LEASE
 
 RENEWAL_SECONDS = 10.0
 MISSED_RENEWALS = 9
-"""Missed renewals after which a lease of another machine is dead."""
+"""How many missed renewals make another machine's lease dead."""
 
 _POLL_SECONDS = 0.5
 

@@ -17,7 +17,7 @@ _MOST_NAMED = 8
 
 
 class Stamp(NamedTuple):
-    """The state of a process, as it tells the others.
+    """The state that a process reports to the others.
 
     Attributes:
       step: of the phase; 0 before the first.

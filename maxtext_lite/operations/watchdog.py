@@ -123,7 +123,7 @@ class Watchdog(Observer):
         self.join(Store(process, num_processes))
 
     def join(self, store: "Store") -> None:
-        """Joins the other processes through the store in which all publish their progress."""
+        """Joins the other processes through the store where all publish their progress."""
         self._answered = self._now
         self._seen = dict.fromkeys(range(store.num_processes), (None, self._now))
         self._store = store
@@ -156,7 +156,7 @@ class Watchdog(Observer):
         return Stamp(*where, round(self._idle, 1), round(limit, 1), self._beat, self._code, self._reason)
 
     def tick(self) -> None:
-        """Advances time. Time in which the whole process was suspended or starved does not count."""
+        """Advances time, without periods when the whole process was suspended or starved."""
         passed = self._clock() - self._ticked
         computed = self._cpu() - self._cpu_at_tick
         self._ticked += passed
@@ -202,7 +202,7 @@ class Watchdog(Observer):
             self.end(self._coordinator_lost())
 
     def end(self, verdict: Verdict) -> None:
-        """Prints the reason, of a stuck run also the stacks of all threads, and ends once the others know."""
+        """Prints the reason, and for a stuck run the stacks of all threads; ends once the others know."""
         with self._ending:
             backstop = threading.Timer(_LAST_SECONDS, self._exit, (verdict.code,))
             backstop.daemon = True

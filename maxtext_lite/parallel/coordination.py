@@ -13,7 +13,7 @@ from typing import Any
 from jax._src import clusters, distributed
 
 HEARTBEAT_SECONDS = 7 * 24 * 3600
-"""Silence of one process after which jax aborts all others; the watchdog speaks long before."""
+"""One process's silence that makes jax abort all others; the watchdog reports long before."""
 
 _TEXTS = "maxtext_lite_texts/"
 _STAMPS = "maxtext_lite/"

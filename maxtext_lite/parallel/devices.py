@@ -138,7 +138,7 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
 
 
 def accelerator_of(device: Any) -> Accelerator:
-    """The kind of a device, as far as the choice of a kernel depends on it."""
+    """The kind of a device that decides the choice of a kernel."""
     if device.platform != "gpu":
         return Accelerator(device.platform)
     return Accelerator("gpu", device.compute_capability, installed_tokamax())
@@ -162,7 +162,7 @@ def simulated_devices(num_devices: int) -> list[Any]:
 
 
 def devices_share_threads() -> bool:
-    """Whether they are simulated devices of a CPU, on which one program must end before the next begins.
+    """Whether they are simulated CPU devices: there one program must end before the next begins.
 
     They share a few threads: with two programs running, a collective of one can wait forever for a device whose thread
     the other holds.

@@ -306,7 +306,7 @@ _to_next_stage.defvjp(
 
 @jax.custom_vjp
 def _put(pieces_PM: Array, new_P: Array, slot: Array, is_there: Array) -> Array:
-    """`pieces_PM` with a piece, if there is one, in a slot from which the one before was taken.
+    """`pieces_PM` with a piece, if there is one, in the slot of the previous piece, which was taken.
 
     Nothing reads a slot after `_take` and before the next `_put`. So its cotangent does not matter, and each of the two
     has the other as its transpose: in place, where automatic differentiation adds up whole arrays of pieces.

@@ -128,7 +128,7 @@ def _open_mpi(environment: Environment) -> ProcessInfo | None:
 
 
 def _share_of_gpus(environment: Environment, local_process: int, num_sharing: int) -> tuple[int, ...] | None:
-    """This process's GPUs on the node, where `num_sharing` processes see the same ones; None: all that it sees."""
+    """This process's GPUs on the node if `num_sharing` processes see the same ones; None: all that it sees."""
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return None  # jax reads the variable
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -213,7 +213,7 @@ def _join(found: ProcessInfo, timeout_seconds: float) -> None:
 
 
 def _require_free_port(found: ProcessInfo, address: str) -> None:
-    """Refuses a port at which another program listens: a server of jax that cannot start may crash as it ends."""
+    """Refuses a port that another program listens on: a server of jax that cannot start may crash as it ends."""
     stated = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + address.rpartition(":")[2])
     host, _, port = stated.rpartition(":")
     host = host.strip("[]")

@@ -1,4 +1,4 @@
-"""Examples for SFT and DPO: rows of whole conversations or texts in which only answers have loss weight."""
+"""Examples for SFT and DPO: rows of whole conversations or texts; only answers have loss weight."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class AnswerSource(ExampleSource):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of an example, whose rows follow each other."""
+        """Tokens of an example: its rows, one after another."""
         return len(self.columns) * self.row_tokens
 
     @property
@@ -204,7 +204,7 @@ def open_answers(
     eval_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> tuple[AnswerSource, AnswerSource | None]:
-    """The examples of dataset_type=sft or dpo; arguments as of `sources.open_text`.
+    """The examples of dataset_type=sft or dpo; arguments as for `sources.open_text`.
 
     Held out are the last floor(eval_fraction x lines), at least one.
 

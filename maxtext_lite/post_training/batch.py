@@ -158,7 +158,7 @@ class RLBatch(SampledBatch):
         ]
 
     def to_json(self) -> dict[str, object]:
-        """The fields by name, those of the rollout prefixed with `rollout_`, and the overlap."""
+        """The fields by name, the rollout's with the prefix `rollout_`, and the overlap."""
         fields = dataclasses.asdict(self)
         rollout: dict[str, object] = fields.pop("rollout") or {}
         del fields["prompt_stages"]  # which stand in `rampup`
@@ -297,7 +297,7 @@ def _prompts(number: int) -> str:
 
 
 def _inexpressible(config: RLRunConfig) -> str | None:
-    """The setting that no family of Hugging Face models can express, as the run would find when exporting the model."""
+    """The setting that no family of Hugging Face models can express, which an export of the model would refuse."""
     try:
         run_config_json(files_of_model(config), config, num_positions=config.max_target_length, dtype="float32")
     except UserError as error:

@@ -389,7 +389,7 @@ def refuse_unrendered(where: str, value: Mapping[str, Any], works: str = "") -> 
 
 
 def _turns(where: str, key: str, value: object) -> list[Turn]:
-    """The turns of a list, reduced to role, content and, where there is one, the name of who says it."""
+    """The turns of a list, reduced to role, content and, if there is one, the speaker's name."""
     if not isinstance(value, list) or not value:
         raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')
     turns = []

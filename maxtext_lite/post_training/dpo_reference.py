@@ -69,7 +69,7 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
 
 
 def _has_reference(source: ExampleSource) -> bool:
-    """Whether the pairs have their reference, as hosts that read them say."""
+    """Whether the pairs have their reference, according to the hosts that read them."""
     return any(exchange(isinstance(source, PairSource) and source.reference is not None))
 
 

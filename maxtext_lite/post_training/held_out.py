@@ -57,7 +57,7 @@ class HeldOutResponses:
         return found, held_out_text(found)
 
     def _pairs(self) -> list[tuple[Prompt, Request]]:
-        """Each prompt with each of its requests, those of one prompt adjacent."""
+        """Each prompt with each of its requests; one prompt's are adjacent."""
         rl = self._rl
         config = self._rl.config
         source = self._rl.eval_prompts

@@ -27,7 +27,7 @@ from maxtext_lite.post_training.server_answers import Asked
 from maxtext_lite.post_training.server_kinds import RolloutServer, Weights
 
 WEIGHTS = "rollout_weights"
-"""In the run directory: two alternating Hugging Face directories from which the server reads parameters."""
+"""In the run directory: two alternating Hugging Face directories that the server reads parameters from."""
 
 _REQUESTS_IN_FLIGHT = 64
 
@@ -161,5 +161,5 @@ def _merged_where_they_are(params: Params) -> Params:
 
 
 def _seed_of(seed: int, key: tuple[int, ...]) -> int:
-    """A seed of 31 bits, as servers accept, for this seed and key; the same in every process."""
+    """A 31-bit seed, which servers accept, for this seed and key; the same in every process."""
     return int.from_bytes(hashlib.sha256(repr((seed, *key)).encode()).digest()[:4], "big") >> 1

@@ -146,7 +146,7 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
 
     @classmethod
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:
-        """The rules between its keys, and between them and those of base.yml."""
+        """The rules between its keys, and between them and base.yml's."""
         return RL_RULES
 
 
@@ -177,7 +177,7 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
 
 
 def unused_arithmetic(config: RLRunConfig) -> Refusal | None:
-    """Keys about generated problems, where prompts are read from files."""
+    """Keys about generated problems, if prompts are read from files."""
     if config.dataset_type != "prompts":
         return None
     defaults = defaults_of(RLRunConfig)

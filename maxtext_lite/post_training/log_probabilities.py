@@ -70,7 +70,7 @@ def make_log_probabilities(parts: StepContext, temperature: float) -> Callable[[
 
 
 class Reference:
-    """The log-probabilities of given tokens under the model from which the run started.
+    """The log-probabilities of given tokens under the run's starting model.
 
     Its parameters are a copy in `dtype` on the devices that train: with LoRA of the frozen model, otherwise of the
     parameters before the first step, which are also saved in the run directory for restarts.

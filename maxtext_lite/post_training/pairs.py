@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Judged pairs; those of one prompt are adjacent.
+    """Judged pairs; one prompt's are adjacent.
 
     Attributes:
       advantages: of each pair, float32.
@@ -62,7 +62,7 @@ class Chunk:
         return Chunk(sampled, scores, advantages, chunks[0].num_generations)
 
     def part(self, pairs: slice) -> "Chunk":
-        """Some of the pairs; those of the first also have the messages and the number of errors."""
+        """Some of the pairs; the first part also has the messages and the number of errors."""
         fields: list[Any] = [field[pairs] for field in self.sampled]
         sampled = Sampled(*fields)
         return Chunk(sampled, self.scores.part(pairs), self.advantages[pairs], self.num_generations)
@@ -74,7 +74,7 @@ class Chunk:
 
     @property
     def has_different_rewards(self) -> bool:
-        """Whether something is learned from the pairs, those of one prompt."""
+        """Whether something is learned from one prompt's pairs."""
         return equal_groups_fraction(self.scores.total, self.num_generations) == 0
 
     def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:

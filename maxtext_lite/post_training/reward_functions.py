@@ -153,7 +153,7 @@ def _divided(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """A whole number and a proper fraction, such as 1,003 1/2, as a/b; anything else as it is."""
+    """A whole number and a proper fraction, such as 1,003 1/2, as a/b; anything else unchanged."""
     whole, above, below = (int(part.replace(",", "")) for part in match.groups())
     return f"{whole * below + above}/{below}" if 0 < above < below else match[0]
 

@@ -1,4 +1,4 @@
-"""The process in which reward functions run. It answers requests on a connection to its parent.
+"""The process that runs reward functions. It answers requests on a connection to its parent.
 
 The first request names the functions and the arguments that they may have, {"names": [...], "pattern": ..., "given":
 [...]}; its answer lists the problems with them, {"problems": [...]}. Each further one calls a function, {"name": ...,
@@ -96,7 +96,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _NoFunction(Exception):
-    """A name that is not that of a function that can be called."""
+    """A name without a function that can be called."""
 
 
 def _imported(name: str) -> Callable[..., Any]:

@@ -102,7 +102,7 @@ class Scores:
         )
 
     def part(self, pairs: slice) -> Self:
-        """The scores of some of the pairs; those of the first also have the messages and the number of errors."""
+        """The scores of some of the pairs; the first part also has the messages and the number of errors."""
         total = self.total[pairs]
         by_name = {name: values[pairs] for name, values in self.by_name.items()}
         has_failed = self.has_failed[pairs]

@@ -80,7 +80,7 @@ class RLRun:
             self.engine.update(params, step)
 
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
-        """A response to each request, those of `prompts`, recorded or sampled; any thread may call it.
+        """A response to each request of `prompts`, recorded or sampled; any thread may call it.
 
         Raises:
           UserError: responses are neither recorded nor to be sampled.
@@ -136,7 +136,7 @@ def waiting_seconds(config: RLRunConfig) -> float:
 
 
 def shared(scores: Scores | None) -> Scores:
-    """The first host's scores on all hosts, as functions need not be deterministic. All hosts call it."""
+    """The first host's scores on all hosts, because functions need not be deterministic. All hosts call it."""
     return Scores.from_json(value_of_host(0, scores and scores.to_json()))  # JSON holds doubles as they are
 
 

@@ -65,7 +65,7 @@ class RolloutEngine(Protocol):
     """A sampler of responses from the policy, wherever it runs."""
 
     def update(self, params: Params, step: int) -> None:
-        """Sets the parameters to sample from, those of the trainer after `step` optimizer steps."""
+        """Sets the parameters to sample from: the trainer's after `step` optimizer steps."""
         ...
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:

@@ -81,7 +81,7 @@ def make_rollout_steps(
 
 
 class RolloutSteps:
-    """The steps after those of a log, one or several on each batch of responses; see `training.loop.StepSource`.
+    """The steps after a log's, one or several on each batch of responses; see `training.loop.StepSource`.
 
     While one chunk is trained on, the next is sampled or judged.
 
@@ -157,7 +157,7 @@ class RolloutSteps:
         """Nothing: programs are compiled at their first use."""
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, StepResult]:
-        """Takes a step, on new responses or on those of the step before; returns once it is done."""
+        """Takes a step, on new responses or the previous step's; returns once it is done."""
         phases.enter("rollout", step)
         batch = self._batch = self._next_batch()
         timeline = Timeline()
@@ -360,7 +360,7 @@ class RolloutSteps:
         return example_ids(first, count, num_examples=len(self._rl.prompts), seed=seed)
 
     def _restored(self) -> list[Rows]:
-        """The chunks of the batch in which the run stopped."""
+        """The chunks of the batch that the run stopped in."""
         run = self._run
         batch = self._batch
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
@@ -411,7 +411,7 @@ class RolloutSteps:
                 self._rollouts.write(line)
 
     def _record(self, step: int, judged: Sequence[Chunk]) -> None:
-        """Writes the whole batch if a step on it is to be recorded. All hosts call it."""
+        """Writes the whole batch if a step on it must be recorded. All hosts call it."""
         steps = range(step, step + self._config.num_iterations)
         if not any(records_step(self._config, each) for each in steps):
             return

@@ -1,4 +1,4 @@
-"""A directory in a bucket, whose objects are listed, read and written whole through fsspec."""
+"""A directory in a bucket; lists, reads and writes whole objects through fsspec."""
 
 import dataclasses
 import functools

@@ -24,13 +24,13 @@ _DOCUMENTS_AT_A_TIME = 2**20
 
 
 def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
-    """The entry of a finished shard, whose whole file is read."""
+    """The entry of a finished shard; reads its whole file."""
     size, ends = size_and_ends(directory / file)
     return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
 
 
 def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
-    """`Shard.content` of a shard, whose whole file is read.
+    """`Shard.content` of a shard; reads its whole file.
 
     Args:
       lengths: lengths of its documents, in parts.

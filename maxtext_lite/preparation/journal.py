@@ -248,7 +248,7 @@ class Journal:
         return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
 
     def outcome(self) -> Outcome:
-        """The contents of a complete output, whose journal is removed.
+        """The contents of a complete output; removes its journal.
 
         Raises:
           UserError: it has more bad lines than the config allows now.

@@ -83,7 +83,7 @@ def open_megatron_rows(
     eval_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> Opened:
-    """The rows of a Megatron dataset; arguments and errors as of `sources.open_text`."""
+    """The rows of a Megatron dataset; arguments and errors as for `sources.open_text`."""
     del vocab_size
     encoder = TextEncoder(config, tokenizer)
     found = open_megatron(key, path, tokenizer)

@@ -57,7 +57,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Workshop:
-    """The surroundings in which tasks are executed.
+    """The context that tasks run in.
 
     Attributes:
       directory: directory for shards.

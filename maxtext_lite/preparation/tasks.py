@@ -41,7 +41,7 @@ class Task:
 
 
 def find_inputs(paths: list[str]) -> list[InputFile]:
-    """The files of these paths, in their order; those of a directory or a glob are sorted by name.
+    """The files of these paths, in their order; within a directory or a glob sorted by name.
 
     Raises:
       UserError: there is no file, one is of another kind, or one occurs twice.

@@ -107,7 +107,7 @@ def append_restart(
 
 
 def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """The settings with which a step was taken, as `key=value`; [] if it is older than all starts."""
+    """A step's settings, as `key=value`; [] if it is older than all starts."""
     for start in reversed(starts):
         if start["step"] < step:
             return [f"{key}={value}" for key, value in start["settings"].items() if key in Config.model_fields]
@@ -505,7 +505,7 @@ class Checkpointer(CheckpointReader):
             store_of(self._directory).remove(self._directory / str(step))
 
     def _delete_old(self, step: int) -> None:
-        """Deletes old checkpoints once that of this step counts."""
+        """Deletes old checkpoints once this step's counts."""
         self._say(f"saved step {step}")
         self._delete([each for each in steps_in(self._directory) if each <= step][: -self._to_keep])
 
@@ -519,7 +519,7 @@ def _progress(about: Mapping[str, Any]) -> TrainProgress:
 
 
 def _contradiction(key: str, here: object, saved: object, where: str) -> str:
-    """The refusal of a key of the fingerprint whose value is not that of a checkpoint."""
+    """The refusal of a key of the fingerprint whose value is not the checkpoint's."""
     if key == _DATA:
         return (
             f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that the "

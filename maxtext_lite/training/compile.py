@@ -56,7 +56,7 @@ def keep_compiled(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def reading_compiled(config: RunConfig) -> Iterator[None]:
-    """Within it jax uses programs that `keep_compiled` had it keep, and keeps none: they stay those of the run."""
+    """Lets jax use the programs that `keep_compiled` kept, but keep no others: only the run's stay."""
     before: dict[str, Any] = {name: getattr(jax.config, name) for name in (_WHERE, _LEAST_SECONDS)}
     if (kept := _directory(config)) is not None and kept.is_dir():  # jax would make it
         jax.config.update(_WHERE, str(kept))

@@ -55,7 +55,7 @@ class CustomLoss(OneRowExamples):
         }
 
     def _row_weights(self, rows: Rows) -> Array:
-        """The weight of each row, [..., B]. Zeros stand for the model's outputs, on which it must not depend."""
+        """The weight of each row, [..., B]. It must not depend on the model's outputs, which zeros replace."""
 
         def weight_of_row(row: Rows) -> Array:
             shape = 1, row["tokens"].shape[0]
@@ -72,7 +72,7 @@ class CustomLoss(OneRowExamples):
         return weight_of_row(rows)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: Array) -> tuple[Array, LossSums]:
-        """The loss with the experts' auxiliary losses, in which a row has its own weight."""
+        """The loss with the experts' auxiliary losses, where each row has its own weight."""
         total, _ = self._sum_and_weight(outputs, rows)
         loss = factor * total
         weight_B = factor * self._row_weights(_in_token_order(rows, _MICRO_BATCH_AXES))

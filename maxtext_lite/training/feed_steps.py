@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of a log, each on the next batch of the data; see `loop.StepSource`.
+    """The steps after a log's, each on the next batch of the data; see `loop.StepSource`.
 
     Args:
       state: restored or new.

@@ -1,4 +1,4 @@
-"""Hooks: the moments of a run at which other code observes it, adds to it, and may end it."""
+"""Hooks: moments of a run when other code observes it, adds to it, and may end it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ class Hook:
         return {}
 
     def written(self, record: Record) -> None:
-        """Called with each line of metrics.jsonl, of a step or an evaluation."""
+        """Called with each line of metrics.jsonl, from a step or an evaluation."""
 
     def on_spike(self, error: LossSpike) -> None:
         """Called with the spike of a step, which ends the run, unless this raises `Restart`."""

@@ -89,5 +89,5 @@ class LocalUpdates:
         return OuterState(params, momentum, master)
 
     def outer_like(self, params: Tree, *, has_masters: bool) -> OuterState:
-        """A tree like the shared state, whose parts are all `params`, such as shardings."""
+        """A tree like the shared state with `params`, such as shardings, for each part."""
         return OuterState(params, params if self.outer_momentum else None, params if has_masters else None)

@@ -95,7 +95,7 @@ class Evaluation(Protocol):
 
 
 MakeSteps = Callable[[TrainingRun, TrainState, StepLog], tuple[StepSource, Evaluation]]
-"""(run, state, log) -> the steps after those of the log, and the evaluation of their model."""
+"""(run, state, log) -> the steps after the log's, and the evaluation of their model."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -380,7 +380,7 @@ def target_tokens(rows: Rows) -> Array:
 
 
 def zero_sums(decoder: Decoder, zero: Array, *names: str) -> LossSums:
-    """The sums before the first micro-batch: `zero` for the loss, the experts' sums and those of these names."""
+    """The sums before the first micro-batch: `zero` for the loss, the experts' sums and these names."""
     return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *names), zero))
 
 

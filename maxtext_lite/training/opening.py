@@ -95,7 +95,7 @@ def keep_batch(config: Config, stated: Mapping[str, str]) -> Config:
 
 
 def own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
-    """The caller's own examples; None: those of the config are used.
+    """The caller's own examples; None: the config's.
 
     Raises:
       UserError: the config is about other data.
@@ -148,7 +148,7 @@ def _refuse_pairs(config: Config, name: str) -> None:
 def open_data(
     config: Config, sources: Sources | None = None, device_memory_gb: float | None = None
 ) -> tuple[BatchPlan, Sources]:
-    """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
+    """The plan of a config's run, and its data; arguments and errors as for `open_run`."""
     machine = machine_of(start_devices())
     hosts = plan_batch(config, **machine).loading_hosts  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)

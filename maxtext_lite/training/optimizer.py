@@ -48,7 +48,7 @@ class LossScaling:
         return LossScaleState(jnp.float32(self.fixed or _INITIAL), jnp.int32(0))
 
     def next(self, state: LossScaleState, finite: Array) -> LossScaleState:
-        """The state after a step, whose gradient was `finite` or not."""
+        """The state after a step with a gradient that was `finite` or not."""
         if self.fixed:
             return state
         grows = finite & (state.updates + 1 >= self.growth_interval)
@@ -191,7 +191,7 @@ class GradientAccumulation(optax.MultiSteps):
         return cast(LossScaleState, state.skip_state).scale if self.loss_scaling else None
 
     def next_loss_scale(self, state: optax.MultiStepsState, finite: Array) -> optax.MultiStepsState:
-        """The state with the loss scale after a step, whose gradient was `finite` or not."""
+        """The state with the loss scale after a step with a gradient that was `finite` or not."""
         assert self.loss_scaling is not None
         return state._replace(skip_state=self.loss_scaling.next(cast(LossScaleState, state.skip_state), finite))
 

@@ -35,7 +35,7 @@ _LOAD = "router_load"
 
 
 class Reader:
-    """The parameters in a directory that is not ours, as a function of the registry's kind `parameters` gives it.
+    """The parameters in a directory of another program, read by a function of the registry's kind `parameters`.
 
     Attributes:
       directory: of the model; for an adapter, of the model that it adapts.

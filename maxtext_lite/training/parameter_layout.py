@@ -79,7 +79,7 @@ def layer_dims_of(params: Params) -> tuple[int, ...]:
 
 
 def _stack_dims(params: Params) -> list[tuple[int, ...]]:
-    """The first dims of each stack of layers: those of the norms' scales, which are vectors, but for their last."""
+    """The first dims of each stack of layers. Its norms' scales are vectors, with one more dim."""
     layers = params["layers"]
     stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
     return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]

@@ -258,7 +258,7 @@ class TrainingRun:
         )
 
     def restore_or_init(self) -> tuple[TrainState, TrainProgress]:
-        """The state and counts of the newest checkpoint, or those of a new run; also restores the source's history.
+        """The state and counts of the newest checkpoint, or a new run's; also restores the source's history.
 
         Raises:
           UserError: the checkpoint is of another run, or a source has changed or would exceed its max_epochs.
@@ -315,7 +315,7 @@ class TrainingRun:
         self.excluded = excluded_ids(self.source, [*listed, *self.recorded])
 
     def steps_left(self, counts: TrainProgress) -> int:
-        """The number of steps after those of `counts`, limited by the data.
+        """The number of steps after `counts`, limited by the data.
 
         Raises:
           UserError: a source would exceed its max_epochs.

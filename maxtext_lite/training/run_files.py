@@ -149,7 +149,7 @@ class RunFiles:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the packages on which the numbers of a run depend, of those that are installed."""
+    """The versions of installed packages that a run's numbers depend on."""
     packages = ("maxtext-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     versions: dict[str, str] = {}
     for package in packages:

@@ -95,7 +95,7 @@ class DiskStore:
 
 
 class BucketStore:
-    """Checkpoints in a bucket, where nothing can be renamed: one counts unless an object beside it marks it."""
+    """Checkpoints in a bucket. Nothing can be renamed there: one counts unless an object beside it marks it."""
 
     def unfinished_path(self, directory: Path) -> Path:
         """The checkpoint's own directory."""
@@ -241,7 +241,7 @@ def check(directory: Path, items: Collection[str] = ()) -> str | None:
 
 
 def _files(directory: Path) -> list[str]:
-    """The names of a checkpoint's files, in order, without those of its checksums."""
+    """The names of a checkpoint's files, in order, without its checksums."""
     return [name for name in names_below(directory) if not _CHECKSUMS.fullmatch(name)]
 
 
@@ -251,7 +251,7 @@ def _owner(name: str, num_processes: int) -> int:
 
 
 def _hash_files(directory: Path, names: Collection[str]) -> dict[str, str]:
-    """The checksum of each file; threads hash several at once, as hashlib releases Python's lock."""
+    """The checksum of each file. Threads hash several at once, because hashlib releases Python's lock."""
 
     def hash_file(name: str) -> str:
         with _finding_damage(directory / name, name), (directory / name).open("rb") as file:

@@ -119,7 +119,7 @@ class TrainState:
 
     @property
     def model_params(self) -> Params:
-        """The trained parameters to evaluate and save: with local updates, those of the last synchronisation."""
+        """The trained parameters to evaluate and save; with local updates, the last synchronisation's."""
         return self.params if self.outer is None else self.outer.params
 
     @property
@@ -136,7 +136,7 @@ class TrainState:
 
     @property
     def plain_params(self) -> Params:
-        """The parameters without adapters, from which a run may start."""
+        """The parameters without adapters that a run may start from."""
         return self.model_params if self.frozen is None else self.frozen
 
 
@@ -164,7 +164,7 @@ def make_parts(
 def optimizer_of_run(
     config: Config, plan: BatchPlan, decoder: Decoder, own: Overrides, *, last: int
 ) -> GradientAccumulation:
-    """The optimizer of a run that ends after `last` steps, on which the schedule of an own optimizer depends."""
+    """The optimizer of a run that ends after `last` steps; the schedule of an own optimizer depends on them."""
     return make_optimizer(scaled_optimizer(config, plan), decoder.trained(decoder.axes), own.optimizer, last=last)
 
 
@@ -303,7 +303,7 @@ def _state_of(parts: StepContext, all_params: Params) -> TrainState:
 
 
 def gradient_shardings(parts: StepContext) -> Tree:
-    """The shardings of a step's summed gradients and of its update: those of the parameters, or shares (ZeRO-1)."""
+    """The shardings of a step's summed gradients and of its update: the parameters', or shares (ZeRO-1)."""
     decoder = parts.decoder
     params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
     if not parts.optimizer.over_data:

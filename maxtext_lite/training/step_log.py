@@ -28,7 +28,7 @@ from maxtext_lite.training.step import means_of
 NOTHING_SAVED = "nothing was saved at or after it"
 
 WINDOW = 32
-"""The number of last losses with which a step's loss is compared."""
+"""How many recent losses a step's loss is compared with."""
 LEAST_LOSSES = 16
 """With fewer losses there is no band."""
 
@@ -154,7 +154,7 @@ class StepLog:
         self.restart_clock()
 
     def add(self, step: int, result: StepResult, state: TrainState) -> None:
-        """Records the step before this one, while the devices take this one, to which `state` belongs."""
+        """Records the previous step while the devices take this one; `state` belongs to this one."""
         self.flush(state)
         self._in_flight = step, result
 

@@ -99,7 +99,7 @@ class Stop:
         return self.reason
 
     def poll_blocking(self, is_end_requested: bool) -> Reason:
-        """Like `poll`, but with requests of this moment: between steps, where no device is busy."""
+        """Like `poll`, but with this moment's requests: call it between steps, when no device is busy."""
         request = self._request(is_end_requested)
         if self._largest is not None:
             request = int(self._largest(request))

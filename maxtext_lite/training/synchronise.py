@@ -23,7 +23,7 @@ _REDUCTIONS = {
 
 
 def make_synchronise(parts: StepContext) -> Wrapped:
-    """The jitted function state -> state that synchronises the replicas of local updates; its argument is donated.
+    """A jitted function state -> state that synchronises the replicas of local updates; donates its argument.
 
     Once the run has ended (`TrainState`), it changes nothing.
     """
