@@ -68,7 +68,7 @@ class Subject:
 
 
 def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[str]) -> dict[Variant, Subject]:
-    """The train step of each variant, compiled; they share one state, as its layout is the same for all."""
+    """The train step of each variant, compiled; they share one state, because its layout is the same for all."""
     import jax
 
     from maxtext_lite import make_plan

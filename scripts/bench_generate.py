@@ -147,7 +147,7 @@ def _our_sampler(directory: Path, dtype: str) -> Any:
 
 
 def _torch_device() -> str:
-    """A GPU where torch sees one, as jax takes it too."""
+    """A GPU where torch sees one, because jax takes it too."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

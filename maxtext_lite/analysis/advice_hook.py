@@ -1,4 +1,4 @@
-"""What a run's noise scale is, printed at the end of the run."""
+"""Prints a run's noise scale at the end of the run."""
 
 from collections.abc import Callable
 

@@ -27,7 +27,7 @@ _LAST_SHARE = Fraction(1, 4)
 
 @dataclass(frozen=True)
 class BranchSizes:
-    """How one branch divides the examples into steps.
+    """One branch's division of the examples into steps.
 
     Attributes:
       batch: examples per step, `factor` times the run's.
@@ -41,7 +41,7 @@ class BranchSizes:
 
 
 def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, steps: int) -> list[BranchSizes]:
-    """What each factor makes of `steps` batches of a run.
+    """The branch that each factor makes of `steps` batches of a run.
 
     Raises:
       UserError: factor 1 is missing, or a factor does not divide the examples into whole batches; names the nearest.

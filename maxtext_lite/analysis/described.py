@@ -103,7 +103,7 @@ def described(name: str, num_slices: int | None = None) -> Described:
 
 
 def assumed_of(name: str) -> tuple[str, ...]:
-    """What compiling for a machine by name assumes about it, in words."""
+    """The assumptions of compiling for a machine by name, in words."""
     return _ASSUMED.get(described(name).device.platform, ())
 
 

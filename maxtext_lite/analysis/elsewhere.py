@@ -200,7 +200,7 @@ def moved(
 
 
 def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """By key, the run's value and the other config's, where they differ and matter beyond splitting or showing a run.
+    """By key, the run's value and the other config's, if they differ in more than splitting or showing a run.
 
     Keys that the plan itself has do not count.
     """

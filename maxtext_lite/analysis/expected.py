@@ -1,4 +1,4 @@
-"""What a plan's step is expected to take on a device: its bound, times what steps took beside theirs."""
+"""The expected time of a plan's step on a device: its bound, times measured ratios of steps to their bounds."""
 
 from dataclasses import replace
 from typing import Any

@@ -233,7 +233,7 @@ def _closing(text: str, start: int) -> int:
 def _runs(
     computations: dict[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
 ) -> dict[str, Runs]:
-    """How often each computation runs; the text has callers after what they call, so it is read from its end."""
+    """How often each computation runs. Callers follow what they call, so the text is read backwards."""
     runs = {entry: Runs(1, in_loop=False, inside=False)}
     for name, computation in reversed(computations.items()):
         if name not in runs:

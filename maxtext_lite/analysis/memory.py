@@ -109,10 +109,10 @@ class LayerOnDevice:
 
     @property
     def rows_per_token(self) -> Fraction:
-        """Rows in the experts' matmuls that the device has room for, per token of its own; 0 without experts.
+        """Rows that fit into a device's expert matmuls, per token of its own; 0 without experts.
 
-        Dropless experts have room for one round of the exchange (`config.kernels`). Without rounds, all tokens of the
-        devices along the expert axis may arrive, each with as many choices as there are experts here.
+        Dropless experts hold one round of the exchange (`config.kernels`). Without rounds, all tokens of the devices
+        along the expert axis may arrive, each with as many choices as there are experts here.
         """
         config = self.config
         chosen = self.config.num_experts_per_tok
@@ -136,7 +136,7 @@ class LayerOnDevice:
 
     @property
     def mlp_width(self) -> Fraction:
-        """Width of the mlps that a token passes through, as far as the device has room for their rows."""
+        """Width of the mlps that a token passes through, as far as their rows fit on the device."""
         if self.config.num_experts == 1:
             return Fraction(self.config.base_mlp_dim)
         return self.rows_per_token * self.config.moe_mlp_dim + self.config.shared_mlp_dim

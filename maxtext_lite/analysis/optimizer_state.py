@@ -59,7 +59,7 @@ def trained_matrices(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[t
 
 
 STACKED = "stacked"
-"""Of a stack of matrices, what is split over `data` if it is whole matrices."""
+"""The part of a stack of matrices that is split over `data` by whole matrices."""
 
 
 def axis_over_data(config: Config, mesh: Mapping[str, int], count: int, weight: Weight) -> str | None:

@@ -199,7 +199,7 @@ def ramp_of(optimizer: str, batch: float, tokens: float, measured: Measured | No
 
     Args:
       batch: the target, in tokens.
-      measured: as of `doubling_tokens`.
+      measured: as in `doubling_tokens`.
       tokens: tokens of the run; doublings that the laws allow only after its end are omitted.
     """
     if optimizer == "muon":

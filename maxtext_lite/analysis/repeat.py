@@ -72,7 +72,7 @@ class ReadBatches:
         return {"dataset_path": str(_write_ragged_text(directory))}, ""
 
     def difference(self, frozen: Path, run: Path) -> str:
-        """What a run has computed otherwise than recorded; "" for nothing."""
+        """What a run has computed differently from its record; "" for nothing."""
         del frozen, run
         return ""
 
@@ -104,7 +104,7 @@ READ = ReadBatches()
 
 
 def repeats_of(config: Config) -> ReadBatches:
-    """What the config's objective brings."""
+    """How `equiv` and `replay` repeat steps of the config's objective."""
     return resolve(config.objective_kind.repeats)
 
 

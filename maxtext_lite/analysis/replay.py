@@ -444,7 +444,7 @@ def _repeated(
 
 
 def _with_first_parameters(config: Config, starts: RestartHistory, step: int) -> Config:
-    """The config with the run's own first parameters; with none, which may be gone, where a checkpoint comes before.
+    """The config with the run's own first parameters, or with none (they may be gone) if an earlier checkpoint exists.
 
     Older runs do not say which these were: config.yml has those of the newest start.
     """

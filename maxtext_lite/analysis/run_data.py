@@ -41,7 +41,7 @@ Phase = tuple[str, int, float, float]
 
 
 class Setting(NamedTuple):
-    """One key of config.yml: its value, that of configs/base.yml (None where that lacks the key), and its origin."""
+    """One key of config.yml: its value, base.yml's value (None if it lacks the key), and its origin."""
 
     value: str
     base: str | None

@@ -149,8 +149,8 @@ def roofline(
       device: None if its figures are unknown.
       dtype: of the activations; MFU is relative to its peak.
       model_flops: of one device, forward and backward, without recomputation.
-      matmul_flops: of one device by the operands' dtypes (HLO's names, joined by x), with those of kernels if known.
-        A dtype without a peak of its own counts at bfloat16's, as such dtypes are never faster.
+      matmul_flops: of one device by the operands' dtypes (HLO's names, joined by x), with those of kernels if known. A
+        dtype without a peak of its own counts at bfloat16's, because such dtypes are never faster.
       memory_bytes: between one device and its memory.
       sent_bytes: by one device over links.
     """

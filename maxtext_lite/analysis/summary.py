@@ -127,7 +127,7 @@ def _evaluation(run: Run, metric: str, word: str, best_of: Callable[[Iterable[fl
 
 
 def advice(run: Run) -> str:
-    """What the last measured noise scale says about the last batch; "" for a run whose batch is unknown."""
+    """What the last measured noise scale says about the last batch; "" if the run's batch is unknown."""
     batch = run.last("global_batch_to_train") or run.plan.get("global_batch_to_train")
     if batch is None:
         return ""

@@ -37,7 +37,7 @@ class SampledBatch(ABC):
     @property
     @abstractmethod
     def trained(self) -> Batch:
-        """What the devices that train see."""
+        """The batch of the devices that train."""
 
     @property
     @abstractmethod

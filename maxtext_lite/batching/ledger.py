@@ -1,4 +1,4 @@
-"""What a device holds while a step runs, line by line: name, bytes, reason and time."""
+"""A device's memory while a step runs, line by line: name, bytes, reason and time."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -549,7 +549,7 @@ def make_plan(
 def plan_batch(
     config: Config, *, num_devices: int, num_hosts: int = 1, platform: Platform | Accelerator = "gpu"
 ) -> BatchPlan:
-    """The plan of a config whose data are not open yet, as of `resolve`; num_epochs gives it no length.
+    """The plan of a config whose data are not open yet, as in `resolve`; num_epochs gives it no length.
 
     Raises:
       UserError: with every broken rule, each naming values that work.

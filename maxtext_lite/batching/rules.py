@@ -1,4 +1,4 @@
-"""What a mesh cannot run: rules between a config and the sizes of its axes."""
+"""Rules between a config and the sizes of its mesh axes."""
 
 import math
 from collections.abc import Iterable, Mapping

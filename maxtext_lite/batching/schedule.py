@@ -93,7 +93,7 @@ class RampupBatchManager:
     It keeps no position, and batches may rise and fall. Made of `batch_schedule`, or of the four keys of a ramp.
 
     Attributes:
-      all_stages: as of `make_stages`; the last is the target.
+      all_stages: as in `make_stages`; the last is the target.
       mode: `rampup_mode`, what realises the batch of a stage.
       samples_per_increment: of a ramp: examples of one increment; a stage ends with the step that reaches them.
     """
@@ -576,7 +576,7 @@ def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScal
 
 
 def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:
-    """What a scaling does that is probably a mistake."""
+    """Warnings of a scaling that is probably a mistake."""
     warnings: list[str] = []
     ratio = scaling.batch_ratio
     if scaling.rule == "linear" and ratio > 1 and config.warmup_steps == 0:

@@ -161,7 +161,7 @@ def nearest_clause(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that is wrong, and what would be right.
+    """A validation error with suggested values.
 
     Attributes:
       key: the key with the wrong value; "" for a file or an argument.

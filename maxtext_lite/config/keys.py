@@ -90,7 +90,7 @@ def kinds_in(pattern: str) -> tuple[str, ...]:
 
 
 def mixer_of(kind: str) -> str:
-    """What layers of a kind have in attention's place: attention, or the kind itself, a layer of another package."""
+    """What layers of a kind use for attention: attention itself, or the kind, a layer of another package."""
     return "attention" if kind in ATTENTION_KINDS else kind
 
 

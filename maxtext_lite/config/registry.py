@@ -1,4 +1,4 @@
-"""Where each name that a config can select is implemented; the module is imported when the name is used.
+"""Tables of the names that a config can select, with the module of each, which is imported on use.
 
 The core reaches every optional part of the library through this table, and no other way: a part whose folder is absent
 is simply not there. Other packages add names through entry points, whose group is `maxtext_lite.KIND`:

@@ -355,7 +355,7 @@ ExactOrUnlimited = Annotated[Fraction, _positive(-1, "no limit"), _exactly]
 class Section(BaseModel):
     """Some of the keys, immutable; functions take the section that they need."""
 
-    # Schemas are built on first use, as only Config is ever used and `plan` should answer at once.
+    # Schemas are built on first use, because only Config is ever used and `plan` should answer at once.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
 

@@ -218,7 +218,7 @@ class ModelShape:
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """What each kind of the pattern has in attention's place: attention, or the kind itself."""
+        """What each kind of the pattern uses for attention: attention itself, or the kind."""
         return tuple(mixer_of(kind) for kind in self.pattern)
 
     @property

@@ -23,7 +23,7 @@ _EVEN_ENOUGH = 1.002  # rows stop changing places once the costliest shard is th
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """How a step's rows are assigned to the shards of the batch, or how evenly they lie unassigned; picklable.
+    """The assignment of a step's rows to the batch's shards, or their imbalance without one; picklable.
 
     Attributes:
       is_on: whether rows are assigned; otherwise they stay where they are.

@@ -99,7 +99,7 @@ class _Mapped(np.memmap):
 
 @dataclasses.dataclass(frozen=True)
 class IndexPlace:
-    """Where the indices of a dataset are kept.
+    """The place of a dataset's indices.
 
     Attributes:
       beside: a directory for them beside the data; it need not exist.
@@ -143,7 +143,7 @@ def stored_arrays(
     Args:
       place: where they are kept, or made if they are not there; None: in memory.
     Raises:
-      UserError: as of `IndexPlace.get`.
+      UserError: as in `IndexPlace.get`.
     """
     if place is None:
         return [*join_parts(parts).values()]
@@ -161,7 +161,7 @@ def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path
     """A directory that appears under its name only when it is complete, even if several processes make it at once.
 
     Args:
-      write: as of `IndexPlace.get`.
+      write: as in `IndexPlace.get`.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))

@@ -325,7 +325,7 @@ def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num
       sequences: the token ids of each sequence, where all but the last are inputs; and the weights of its targets, all
         but the first.
     Returns:
-      Arrays as of `Rows.build`.
+      Arrays as in `Rows.build`.
     """
     example = empty_row(num_tokens)
     tokens, targets, segments, positions, weights = example.values()

@@ -136,7 +136,7 @@ class ExampleSource:
         first: int,
         end: int,
     ) -> list[dict[str, Any]]:
-        """What a run takes from each source of a mixture between two positions, as JSON."""
+        """What a run consumes from each source of a mixture between two positions, as JSON."""
         del first, end
         return []
 

@@ -324,7 +324,7 @@ def open_text(
     Args:
       key: what messages call the path.
       eval_fraction: the share of rows to hold out; 0: none.
-      vocab_size: as of `open_sources`.
+      vocab_size: as in `open_sources`.
     Raises:
       UserError: the files cannot be read or have no text, or nothing is left to train on or to hold out.
     """

@@ -304,7 +304,7 @@ def json_lines(
     *,
     wanted: str,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The values of each line or row of a file by name, after its place; arguments and errors as of `object_of`."""
+    """The values of each line or row of a file by name, after its place; arguments and errors as for `object_of`."""
     for where, entry in read_entries(name, file):
         yield where, object_of(where, entry, wanted)
 

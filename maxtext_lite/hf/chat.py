@@ -29,7 +29,7 @@ _THINKING = re.compile(
     re.DOTALL,
 )
 THINKING_DELIMITERS = re.compile(r"</?\w*:?think\w*>|\[/?THINK\]")
-"""What an answer writes around its thinking, also where these are special tokens."""
+"""The texts around an answer's thinking, including special tokens."""
 _UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
 
 
@@ -159,7 +159,7 @@ def check_contents(turns: Sequence[Turn], text: str) -> None:
 
 
 def spoken_parts(content: str) -> list[str]:
-    """What a content says apart from thinking, trimmed; none if it is all thinking."""
+    """A content without its thinking, trimmed; none if it is all thinking."""
     rest = _UNOPENED.sub("\0", _THINKING.sub("\0", content))
     return [part.strip() for part in rest.split("\0") if part.strip()]
 

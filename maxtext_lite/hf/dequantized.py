@@ -51,7 +51,7 @@ _Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _FourBits(BaseModel, strict=True, frozen=True):
-    """What bitsandbytes says of a weight of four bits; with a nested_blocksize its scales are quantized as well."""
+    """bitsandbytes' description of a 4-bit weight; with a nested_blocksize its scales are quantized as well."""
 
     shape: Annotated[list[_Size], Field(min_length=1)]
     blocksize: _Size

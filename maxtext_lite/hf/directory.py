@@ -104,7 +104,7 @@ def run_config_json(
     """`config_json` of a run's or an imported model, with the fields of the config.json that it came with, if any.
 
     Args:
-      directory: that has the config.json, as of `hf_directory`; None: there is none.
+      directory: that has the config.json, as in `hf_directory`; None: there is none.
       num_positions: in training; the model may have come with more.
     Raises:
       UserError: as `config_json`.

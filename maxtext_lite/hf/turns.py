@@ -98,7 +98,7 @@ class TurnEncoder(TextEncoder):
         """The tokens of rendered texts, with their special tokens; what `hide` has hidden is plain characters.
 
         Raises:
-          UserError: a special token that is to be plain has no plain characters.
+          UserError: a special token that must be plain has no plain characters.
         """
         others = iter(self.tokenizer.encode_placed([text for text in texts if BREAK not in text]))
         return [self._place_hidden(text) if BREAK in text else next(others) for text in texts]

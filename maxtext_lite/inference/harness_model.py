@@ -77,7 +77,7 @@ class HarnessModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness names its stored requests by; it asks only where requests are rendered."""
+        """The harness's name for its stored requests, which it needs only if it renders them."""
         self._scorer.is_rendered = True
         return f"{self._scorer.tokenizer.fingerprint}-{self._template.fingerprint}"
 

@@ -151,7 +151,7 @@ def _in_runs(
 
 
 def first_states(shape: DecoderShape, kind: str, *sizes: int) -> dict[str, Array]:
-    """What layers of a kind without attention keep before the first token, float32 [*sizes, ...] by name."""
+    """The initial state of layers of a kind without attention, float32 [*sizes, ...] by name."""
     table = state_table(shape, kind)
     return {name: jnp.zeros((*sizes, *weight.sizes), jnp.float32) for name, weight in table.items()}
 

@@ -399,7 +399,7 @@ class Memory:
 
 
 class Mixer(Protocol):
-    """What a layer has in attention's place, an `nnx.Module`: the half with jax of a `config.weights.Layer`.
+    """An `nnx.Module` in place of a layer's attention: the half with jax of a `config.weights.Layer`.
 
     Made as `Mixer(shape, rngs=rngs)`, with the parameters of the Layer's weights (`declare`).
     """
@@ -413,7 +413,7 @@ class Mixer(Protocol):
 
 
 def state_table(shape: DecoderShape, kind: str) -> WeightTable:
-    """What a layer of a kind without attention keeps of the tokens before, with its sizes and axes."""
+    """The state that a layer without attention keeps of earlier tokens, with its sizes and axes."""
     layer = layer_kind(kind)
     assert layer is not None
     return layer.state(shape)

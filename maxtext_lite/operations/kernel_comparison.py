@@ -124,7 +124,7 @@ def check_kernels(run: TrainingRun, batch: Rows, chosen: Mapping[str, int], say:
     """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
 
     Args:
-      chosen: as of `kernel_check.kernels_of`.
+      chosen: as in `kernel_check.kernels_of`.
     Raises:
       UserError: an error exceeds its bound.
     """

@@ -138,7 +138,7 @@ def _leads_to(
 
 
 def _meanings(history: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """What rows depend on in a history of mixtures: hosts may have the data under different names."""
+    """The part of a mixture's history that rows depend on: hosts may have the data under different names."""
     return [(each.examples_seen, each.tokens_seen, each.meaning) for each in map(Mixture.of, history)]
 
 

@@ -20,7 +20,7 @@ class Flag:
     Attributes:
       name: without dashes or value, as xla_gpu_enable_command_buffer.
       value: the text after the equals sign.
-      why: what it brings, by the compiled program.
+      why: its benefit, by the compiled program.
     """
 
     name: str

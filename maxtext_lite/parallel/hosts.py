@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other outside the train step."""
+"""Exchanges between the processes of a run outside the train step."""
 
 import hashlib
 import json

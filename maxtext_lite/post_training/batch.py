@@ -46,7 +46,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RLBatch(SampledBatch):
-    """What a step of reinforcement learning samples and trains on.
+    """The batch that a step of reinforcement learning samples and trains on.
 
     Attributes:
       prompts_per_batch: prompts; the same one may be in a batch again where an epoch ends.
@@ -83,7 +83,7 @@ class RLBatch(SampledBatch):
 
     @property
     def trained(self) -> Batch:
-        """What the trainer's devices see: a pair is an example."""
+        """The batch of the trainer's devices: a pair is an example."""
         per_device = Fraction(self.pairs_per_micro_batch, self.trainer_devices)
         return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
 

@@ -28,7 +28,7 @@ class ChunkedStep:
       start: () -> StepGradients before the first chunk.
       add: (state, sums, batch) -> sums plus those of a chunk, whose arrays are [A, B, T], of any A and B; the sums
         passed in are donated, the state is not.
-      update: (state, sums) -> (state, metrics) as of `make_train_step`, after the last chunk; the state passed in is
+      update: (state, sums) -> (state, metrics) as in `make_train_step`, after the last chunk; the state passed in is
         donated. Gradients cross the data axis here, and only here. The sums, one float32 number per gradient, are not
         donated: drop them before the next step.
     Args:

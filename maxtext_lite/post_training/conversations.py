@@ -73,7 +73,7 @@ class Tokenized(NamedTuple):
 
     Attributes:
       token_ids: int32 [number of tokens].
-      is_answer: bool, whether each token is to be learned.
+      is_answer: bool, whether each token is learned.
       num_cut: answers that begin or end inside a token; such tokens are not learned.
       num_spelled: special tokens that a text without turns spells, and that it has.
     """
@@ -236,7 +236,7 @@ class Renderer:
         return "".join(map(self._tokenizer.spell, token_ids.tolist()))
 
     def _of_lines(self, rendered: Sequence[Rendered], encode: Callable[[list[str]], list[Encoded]]) -> list[Encoded]:
-        """What `encode` makes of texts; its refusals name the line."""
+        """The result of `encode` for texts; its refusals name the line."""
         try:
             return encode([each.text for each in rendered])
         except UserError as error:

@@ -1,4 +1,4 @@
-"""The data and the objectives of post-training, as the config and the plan know them. Imports no jax."""
+"""The data and the objectives of post-training for the config and the plan. Imports no jax."""
 
 from maxtext_lite.config.keys import ObjectiveKind, SourceKind
 

@@ -1,6 +1,6 @@
-"""Batches of reinforcement learning on file: what came from outside a step, and what the step made of it.
+"""Batches of reinforcement learning on file: a step's inputs from outside, and its results.
 
-Prompts, responses, the sampler's log-probabilities and rewards come from outside: `equiv` and `replay` take them from
+Prompts, responses, the sampler's log-probabilities and rewards are from outside: `equiv` and `replay` take them from
 here and compute everything else again. Advantages and log-probabilities are kept beside them for comparison.
 """
 

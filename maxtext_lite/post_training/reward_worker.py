@@ -68,7 +68,7 @@ class Functions:
     def rewards(self, name: str, arguments: Mapping[str, Sequence[object]]) -> dict[str, Any]:
         """The answer to a call of a function."""
         function, wanted = self._functions[name]
-        count = len(arguments["completions"])  # before the call, as the function may change the list
+        count = len(arguments["completions"])  # before the call, because the function may change the list
         if wanted is not None:
             arguments = {key: value for key, value in arguments.items() if key in wanted}
         try:
@@ -91,7 +91,7 @@ def _rewards(returned: Any, count: int) -> dict[str, Any]:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """That of all calls: what an async function keeps, such as connections, belongs to the loop of its first call."""
+    """The loop of all calls: what an async function keeps, such as connections, belongs to its first call's loop."""
     return asyncio.new_event_loop()
 
 

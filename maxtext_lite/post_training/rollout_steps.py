@@ -53,7 +53,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = (), recorde
     """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 
     Args:
-      callbacks: as of `training.train`.
+      callbacks: as in `training.train`.
       recorded: responses that are neither sampled nor judged.
     Raises:
       UserError: the config does not suit these devices, prompts or rewards, or contradicts the checkpoint.

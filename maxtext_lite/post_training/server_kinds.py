@@ -88,7 +88,7 @@ class VllmServer(RolloutServer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            # Explicit, as the server may otherwise use the defaults in the model's generation_config.json.
+            # Explicit, because the server may otherwise use the defaults in the model's generation_config.json.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,

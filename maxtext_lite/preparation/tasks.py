@@ -12,7 +12,7 @@ from maxtext_lite.preparation.row_files import check_column, parquet_file
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-    """One file of the input, as it was found.
+    """One file of the input, in the state it was found in.
 
     Attributes:
       name: for messages.

@@ -384,7 +384,7 @@ class Checkpointer(CheckpointReader):
 
     Args:
       say: takes messages about checkpoints, some from a background thread; called on the first host.
-      before: as of `Saver`.
+      before: as in `Saver`.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class OuterState:
 
 @dataclasses.dataclass(frozen=True)
 class LocalUpdates:
-    """How replicas train apart and are synchronised.
+    """Replicas that train apart and are synchronised.
 
     Attributes:
       num_replicas: sets of parameters, a multiple of the data axis.

@@ -243,7 +243,7 @@ def _cross_entropy_backward(
     how: Readout, residuals: tuple[Array, OutputHead], cotangents: tuple[Array, LossSums]
 ) -> tuple[Array, OutputHead, None, None]:
     del how
-    scale = cotangents[0]  # float32, as bfloat16 would round the step's 1 / target_tokens
+    scale = cotangents[0]  # float32, because bfloat16 would round the step's 1 / target_tokens
 
     dx_BTD, dhead = jax.tree.map(lambda gradient: (gradient * scale).astype(gradient.dtype), residuals)
     return dx_BTD, dhead, None, None

@@ -79,7 +79,7 @@ class NoiseScale:
         """The relative standard error of `examples`, to first order; None before the second step.
 
         Steps count as independent. Drift during the run counts as scatter, so the error is an overestimate. After few
-        steps it is wider, by Student's t, as the scatter is itself an estimate.
+        steps it is wider, by Student's t, because the scatter is itself an estimate.
         """
         if self.examples is None or self.weight_squares >= 1:
             return None

@@ -44,7 +44,7 @@ def open_run(
 
     Args:
       sources: None: those of the config.
-      stated: as of `TrainingRun`.
+      stated: as in `TrainingRun`.
       device_memory_gb: memory of a device that a step may use, in units of 1e9 bytes; None: all of it.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.

@@ -32,7 +32,7 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """How the loss scale changes from step to step, whatever the number of micro-batches.
+    """The loss scale's change from step to step, whatever the number of micro-batches.
 
     Attributes:
       fixed: a constant scale; 0: it doubles after `growth_interval` updates in a row and halves, down to 1, at a step
@@ -340,7 +340,7 @@ _LAST_STEP = 2**31 - 1
 def schedule_of_run(
     config: OptimizerConfig, plan: BatchPlan, source: ExampleSource, *, seed: int, step: int, examples_seen: int
 ) -> Schedule:
-    """The config's schedule over a run that has come this far: it ends with the run.
+    """The config's schedule over a run with this progress: it ends with the run.
 
     A restart with the same config leaves it as it is, to the bit; one that changes the batch or the length moves the
     end.

@@ -1,4 +1,4 @@
-"""How a checkpoint has parameters: its items, and the first dims of its layers, which depend on the pipeline."""
+"""A checkpoint's layout of parameters: its items, and its layers' first dims, which depend on the pipeline."""
 
 import functools
 import math

@@ -144,7 +144,7 @@ def _mark(directory: Path, mark: str) -> Path:
 
 
 def store_of(path: Path) -> DiskStore | BucketStore:
-    """How checkpoints at this path begin and cease to count."""
+    """How checkpoints at this path are published and deleted."""
     return BucketStore() if is_bucket(path) else DiskStore()
 
 

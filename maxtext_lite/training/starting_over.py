@@ -60,7 +60,7 @@ def check_removable(config: Config, directory: Path) -> None:
 
 
 def _paths(key: str, text: str) -> list[Path]:
-    """What a value denotes: also the files that a pattern matches, and the base of an adapter."""
+    """The files that a value names, including a pattern's matches and an adapter's base."""
     if not text:
         return []
     paths = [user_path(text)]

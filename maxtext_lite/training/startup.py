@@ -1,4 +1,4 @@
-"""What a run says and writes before its first step."""
+"""What a run prints and writes before its first step."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""What local updates do beyond a step: parameters and metrics of several replicas become one."""
+"""Local updates between steps: merges the parameters and metrics of several replicas."""
 
 import dataclasses
 
