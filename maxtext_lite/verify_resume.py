@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, local_path, run_command, tolerance
+from maxtext_lite.config.errors import counted
 from maxtext_lite.config.records import json_text
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def _text(
 ) -> list[str]:
     how = "equal" if tolerance == 0 else f"equal within {tolerance:g}"
     last = " and ".join(f"{step:,}" for step in metrics.last)
-    compared = f"{metrics.steps:,} steps and {metrics.evaluations:,} evaluations in both runs (which end at {last})"
     found = metrics.difference
     if found is None:
-        lines = [f"{compared}: {how}"]
+        compared = f"{counted(metrics.steps, 'step')} and {counted(metrics.evaluations, 'evaluation')}"
+        lines = [f"{compared} in both runs (which end at {last}): {how}"]
         for each in saved:
             differ = f"{len(each.arrays)} of {each.compared} arrays differ" if each.arrays else how
             lines.append(f"checkpoints of step {each.step}, {each.compared} arrays: {differ}")
@@ -76,7 +77,7 @@ def _text(
                 lines.append(f"  {name}  relative difference {apart:.3g}")
         return lines if saved else [*lines, "no step has a checkpoint in both"]
     kind = "evaluation" if found.evaluation else "step"
-    lines = [f"the first difference is at {kind} {found.step}; everything before is {how}, of {compared}"]
+    lines = [f"the first difference is at {kind} {found.step} (the runs end at {last}); all before it is {how}"]
     lines += [f"  {name:<28} {first} | {second}" for name, (first, second) in found.fields.items()]
     if rows is None:
         return lines

@@ -66,7 +66,7 @@ def _model_text(run: TrainingRun) -> str:
 
 
 def _batch_text(plan: BatchPlan) -> str:
-    of = ", the last of" if plan.rampup else " of"
+    of = "; the schedule's target is" if plan.rampup else " of"
     examples = counted(plan.global_batch_to_train, "pair" if plan.rl else "example")
     split = split_text(plan.per_device_batch_size, plan.num_devices, plan.gradient_accumulation_steps)
     return f"{counted(plan.steps, 'step')}{of} {examples} = {split}"
