@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from maxtext_lite.batching.ledger import Part
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import bytes_text, setting_text
+from maxtext_lite.config.errors import bytes_text, settings_of
+from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.config.nearest import divisors
 
 REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
@@ -22,7 +23,11 @@ def refusal_of(problem: str, share: float | None, config: Config, plan: BatchPla
       problem: the error.
     """
     keys = smaller_step(config, plan, plan_of, share)
-    near = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items() if value != getattr(config, key))
+    changed = {key: value for key, value in keys.items() if value != getattr(config, key)}
+    if not changed.keys().isdisjoint(GLOBAL_BATCH_KEYS):  # the user's own keys then no longer keep the batch
+        kept = [key for key, origin in config.origins.items() if origin == "on_resume_batch"]
+        changed = {key: getattr(config, key) for key in kept} | changed
+    near = " ".join(settings_of(changed))
     if not near:
         held = bytes_text(plan.memory.held)
         near = f"more devices to shard over, as parameters and optimizer state take {held} of each"
@@ -58,7 +63,7 @@ def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, Batc
     """The first change that makes something smaller, and its plan."""
     batches = _batches(plan)
     for keys, found in _planned(config, _halves(config, plan), plan_of):
-        if _batches(found) == batches and found.micro_batch_slots < plan.micro_batch_slots:
+        if _batches(found) == batches and _most_rows(found) < _most_rows(plan):
             return keys, found
     parts: dict[Part, Iterator[Keys]] = {"activations": _stronger_remat(config), "logits": _more_tiles(config)}
     for part, changes in parts.items():
@@ -70,6 +75,10 @@ def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, Batc
 
 def _batches(plan: BatchPlan) -> list[tuple[int, int]]:
     return [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
+
+
+def _most_rows(plan: BatchPlan) -> int:
+    return max(plan.slots_for(stage.micro_batch_to_train) for stage in plan.stages)
 
 
 def _halves(config: Config, plan: BatchPlan) -> Iterator[Keys]:

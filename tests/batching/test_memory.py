@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_lite.analysis.memory import estimate_memory
-from maxtext_lite.analysis.smaller_step import smaller_step
+from maxtext_lite.analysis.smaller_step import refusal_of, smaller_step
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.ledger import PARTS
 from maxtext_lite.batching.parameters import vocab_tiles
@@ -190,6 +190,28 @@ def reductions(*words):
         found.append({name: str(value) for name, value in keys.items() if value != ""})
         plans.append(plan_of(config))
     return found, plans
+
+
+def test_rows_of_the_largest_stage_are_halved_and_a_kept_batch_stays_kept():
+    def plan_of(config):
+        return make_plan(config, num_devices=4)
+
+    kept = {"batch_schedule": ((0, 64), (99, 6)), "gradient_accumulation_steps": -1}
+    config = load_config(
+        None,
+        [
+            "per_device_batch_size=8",
+            "ici_data_parallelism=-1",
+            "ici_fsdp_parallelism=1",
+        ],
+    )
+    config = config.model_copy(update=kept).with_origins(
+        dict.fromkeys(kept, "on_resume_batch")
+    )
+    said = refusal_of("no room.", 0.6, config, plan_of(config), plan_of)
+    assert said.endswith(
+        "works: batch_schedule=[[0, 64], [99, 6]] gradient_accumulation_steps=-1 per_device_batch_size=4."
+    )
 
 
 def test_rows_are_halved_then_layers_recomputed_then_logits_split():
