@@ -17,6 +17,7 @@ from maxtext_lite.cli import (
 )
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.keys import known_keys
+from maxtext_lite.config.phases import status_line
 from maxtext_lite.config.records import json_text
 from maxtext_lite.console import complain
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
         by = operator.attrgetter(arguments.by)
         rows = sorted(found.rows, key=lambda row: (math.isnan(by(row)), by(row)), reverse=True)
         found = dataclasses.replace(found, rows=rows)
-    print(json_text(_as_json(found)) if arguments.json else "\n".join(_text(found, arguments.by)))
+    if status_line.is_first:  # of all processes
+        print(json_text(_as_json(found)) if arguments.json else "\n".join(_text(found, arguments.by)))
     return EXIT_FAILED if _differing(found) else 0
 
 

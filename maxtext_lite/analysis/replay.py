@@ -27,6 +27,7 @@ from maxtext_lite.data.sources import with_history
 from maxtext_lite.hf.model_directory import config_of_run
 from maxtext_lite.operations.row_losses import RowLoss
 from maxtext_lite.parallel import Tree
+from maxtext_lite.parallel.devices import start_devices
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
 from maxtext_lite.training.compile import reading_compiled
 from maxtext_lite.training.hooks import Hook, LossSpike
@@ -477,6 +478,7 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Confi
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
     where = absolute(original(directory, "RUN_DIR"))
+    start_devices()  # processes must join before they compare checkpoints
     newest, starts = _starts(where / "checkpoints")
     settings = settings_at(starts, step) if step <= newest else []
     return config_of_run(directory, [*settings, *overrides]), starts

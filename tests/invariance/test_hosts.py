@@ -12,7 +12,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL, TABLE
-from tests.processes import RunFiles, in_turn, train_in_turn
+from tests.processes import RunFiles, in_turn, quick_python, run_launched, train_in_turn
 
 STEPS = 5
 RUN = [
@@ -103,6 +103,13 @@ def killed(whole, step, directory):
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(directory / "checkpoints" / str(later))
     assert RunFiles(directory).checkpoints == list(range(1, step + 1))
+
+
+def test_a_step_is_replayed_to_the_bit_by_as_many_processes(runs):
+    words = ["-m", "maxtext_lite.replay", str(runs[0]("rows-2").directory), "--step=2"]
+    result = run_launched([*quick_python(), *words], processes=2, devices=2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("equal to the bit") == 1
 
 
 OTHERS = [name for name, way in WAYS.items() if name != way["equals"]]
