@@ -157,7 +157,7 @@ def _line(metric: str, run: Run, buckets: Buckets) -> Json:
 
 
 def _noise_interval(run: Run) -> tuple[Column, Column]:
-    """The interval of the noise scale; a high end that is missing lies beyond the chart."""
+    """The interval of the noise scale; a missing high end is beyond the chart."""
     scales = run.steps["gradient_noise_scale"]
     lows, ends = (run.steps.get(name, [None] * len(scales)) for name in NOISE_SCALE_BAND)
     highs: list[float | None] = []

@@ -33,9 +33,9 @@ _SPLIT_AND_SHOWN = frozenset({
     "sampler_devices_fraction", "rollout_slots", "rollout_tensor_parallelism", "rollout_fsdp_parallelism",
     "rollout_engine", "rollout_url", "eval_num_generations", "eval_sampling_temperature",
 }) - {"seed"}  # fmt: skip
-"""Config keys that change no update, or change it only through what the plan says of them."""
+"""Config keys that change no update, or change it only through the plan's values."""
 _PLACES = ("dataset_path", "tokenizer_path", "chat_template")
-"""Keys whose content matters; it may lie at another path."""
+"""Keys whose content matters; its path may differ."""
 _MOST_STAGES = 4
 """Stages of a ramp that a table lists."""
 _STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")

@@ -856,7 +856,7 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
 
 
 def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
-    """Bytes that a fusion writes; of an array that it updates in place, only the update."""
+    """Bytes that a fusion writes; an array that it updates in place counts only the update."""
     parts: tuple[str, ...] = ()
     if fused.root is not None:
         parts = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)

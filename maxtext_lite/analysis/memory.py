@@ -90,16 +90,16 @@ class LayerOnDevice:
 
     @property
     def head_dim(self) -> int:
-        """Elements that a query or key takes up in the kernel's arrays."""
+        """Elements of a query or key in the kernel's arrays."""
         return self.lanes(self.config.head_dim)
 
     @property
     def value_dim(self) -> int:
-        """Elements that a value takes up in the kernel's arrays."""
+        """Elements of a value in the kernel's arrays."""
         return self.lanes(self.config.value_dim)
 
     def lanes(self, dim: int) -> int:
-        """Elements that the last dim of a kernel's array takes up: whole tiles on a TPU."""
+        """Elements of the last dim of a kernel's array: whole tiles on a TPU."""
         return -(-dim // _LANES) * _LANES if self.accelerator.platform == "tpu" else dim
 
     @property

@@ -834,7 +834,7 @@ class NumericsConfig(Section):
 
 
 TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-"""A tokenizer's file in a directory, by tokenizer_type; where several are there, the first counts."""
+"""A tokenizer's file in a directory, by tokenizer_type; the first one that exists counts."""
 
 
 class DataConfig(Section):
@@ -872,7 +872,7 @@ class DataConfig(Section):
 
     @property
     def held_out_fraction(self) -> float:
-        """The share of the training examples held out: none where held-out examples have a path of their own."""
+        """The held-out share of the training examples; 0 if held-out examples have their own path."""
         return 0.0 if self.eval_dataset_path else self.eval_fraction
 
 

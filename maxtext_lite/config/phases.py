@@ -34,7 +34,7 @@ class Observer:
         """Called once all processes of a run have joined."""
 
     def failed(self, error: BaseException) -> None:
-        """Called when this process ends with an unexpected error, whose cause may be another process."""
+        """Called when this process ends with an unexpected error, which another process may have caused."""
 
     def finish(self, code: int, reason: str) -> None:
         """Called when this process ends with this exit code; of a failure, with its error message."""
@@ -90,7 +90,7 @@ class PhaseClock:
         self._report(phase, step)
 
     def advance(self) -> None:
-        """Reports that this process passed a place in the program, which all pass in the same order."""
+        """Reports that this process reached a point in the program that all reach in the same order."""
         for observer in self._observers:
             observer.advance()
 

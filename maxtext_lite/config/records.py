@@ -102,7 +102,7 @@ def record_text(record: Record) -> str:
 
 
 def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """A value as JSON, which has no number that is not finite: such a number becomes null.
+    """A value as JSON, with null for numbers that are not finite.
 
     Args:
       default: converts values of other types.

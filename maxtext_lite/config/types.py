@@ -363,7 +363,7 @@ Made = TypeVar("Made")
 
 
 def make(kind: type[Made], values: Mapping[str, object]) -> Made:
-    """The pydantic object that a mapping describes, which is the value of a key or an entry of it.
+    """The pydantic object that a mapping describes: a key's value or an entry of it.
 
     Raises:
       WrongType: an entry is unknown, missing or of the wrong type.

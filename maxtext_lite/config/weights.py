@@ -441,7 +441,7 @@ def layer_kind(mixer: str) -> Layer | None:
 
 
 def mixer_weights(shape: ModelShape) -> WeightTable:
-    """The weights of attention, or of what the shape's layers, which are equal, have in its place."""
+    """The weights of attention, or of what replaces it in the shape's layers, which are equal."""
     kind = layer_kind(shape.mixers[0])
     return attention_weights(shape) if kind is None else kind.weights(shape)
 

@@ -30,7 +30,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def to_disk(directory: Path) -> None:
-    """Makes the names in a directory outlast a power cut, where its file system can."""
+    """Makes the names in a directory survive a power cut, if its file system can."""
     opened = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -43,7 +43,7 @@ def to_disk(directory: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """A block that writes another file, which then takes this name; where the block fails, it is removed.
+    """A block that writes another file, then renames it to this; if the block fails, the file is removed.
 
     The permissions of an earlier file of this name are kept.
 

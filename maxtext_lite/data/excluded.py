@@ -114,7 +114,7 @@ def left_out(
     first: int,
     excluded: Mapping[int, int],
 ) -> np.ndarray:
-    """For each of the ids, at positions `first` and on, whether `excluded_ids` leaves it out there; bool."""
+    """For each of the ids, at positions `first` and on, whether `excluded_ids` excludes it there; bool."""
     if not excluded:
         return np.zeros(len(ids), bool)
     return np.array([place >= excluded.get(row, place + 1) for place, row in enumerate(ids.tolist(), first)], bool)

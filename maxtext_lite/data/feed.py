@@ -115,7 +115,7 @@ class RowLayout:
 
 @functools.cache
 def _resharding(sharding: NamedSharding, shape: tuple[int, ...], positions: tuple[int, ...]) -> Callable[..., Any]:
-    """A compiled function that takes the rows at these positions of load arrays and pads them to the step's shape."""
+    """Compiles a function that takes rows at these positions of load arrays and pads them to the step's shape."""
     first = positions[0]
     count = len(positions)
     padding = [(0, 0)] * len(shape)

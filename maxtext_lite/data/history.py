@@ -134,7 +134,7 @@ def steps_left(
     step: int,
     examples_seen: int,
 ) -> int:
-    """Steps that a run has left; with mixture_exhausted=stop, only those that end before a source does.
+    """A run's remaining steps; with mixture_exhausted=stop, only those before a source ends.
 
     Raises:
       UserError: a source would exceed its max_epochs, or no source would be left.

@@ -85,7 +85,7 @@ class MixtureSchedule:
         return self.segments[-1].stop
 
     def given(self, examples_seen: int) -> dict[str, int]:
-        """Rows that each source has given among the first `examples_seen` rows of the run."""
+        """Rows consumed from each source among the first `examples_seen` rows of the run."""
         counts: dict[str, int] = {}
         for segment in self.segments:
             if segment.first <= examples_seen:

@@ -1,4 +1,4 @@
-"""Which source of a mixture gives each row, by rules that know the rows at any positions without earlier ones.
+"""The source of each row of a mixture, by rules that compute any position without earlier ones.
 
 Nothing is drawn or stored. Weights are exact fractions, and rounding happens in integers, so all hosts agree.
 """

@@ -193,7 +193,7 @@ class Rows:
         starts, slots, owners = self.stretches(rows)
         stops = starts + slots
         document_starts = np.asarray(self.document_starts)
-        # The document in which each stretch begins, and those that begin later in it.
+        # The document that each stretch begins in, and those that begin later in it.
         first = document_starts.searchsorted(starts, side="right")
         last = document_starts.searchsorted(stops)
         within, places = ranges(first, last - first)

@@ -98,7 +98,7 @@ def _ends_words_before_spaces(step: dict[str, Any]) -> bool:
 
 
 def pieces(text: str, most: int) -> list[str]:
-    """The text, cut after at least `most` characters each time, at the first place that changes no token."""
+    """Cuts the text after at least `most` characters each time, at the first place that changes no token."""
     found: list[str] = []
     start = 0
     while place := _LETTERS_AROUND_A_SPACE.search(text, start + most):
@@ -267,7 +267,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`, whose eos piece is end-of-text, and whose bos piece, if it has one, begins texts.
+    """A sentencepiece `.model`. Its eos piece is end-of-text, and its bos piece, if any, begins texts.
 
     A text that spells a control piece is only characters to it.
 
@@ -316,7 +316,7 @@ class SentencePieceTokenizer(Tokenizer):
         *,
         skip_special_tokens: bool = True,
     ) -> str:
-        """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
+        """The text. Control pieces, which have no text, and ids outside the vocabulary add nothing."""
         ids = [int(i) for i in token_ids if i < self.vocab_size]
         return self._processor.decode(ids)
 

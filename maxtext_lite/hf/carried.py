@@ -1,4 +1,4 @@
-"""The files about a model's tokens: tokenizer and chat template, and what its config.json and others say of them."""
+"""The files about a model's tokens: tokenizer, chat template, and the entries of config.json and others."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -106,7 +106,7 @@ class DequantizedDir(SafetensorsDir):
         return self.part(name, lambda: tuple(slice(0, size) for size in self.tensors[name].shape))
 
     def part(self, name: str, box: Callable[[], Box]) -> np.ndarray:
-        """The tensor, with valid numbers at least in `box`, a stretch of each dim."""
+        """The tensor, with valid numbers at least in `box`, a range of each dim."""
         packed = self._packed.get(name)
         if packed is None:
             return super().view(name)

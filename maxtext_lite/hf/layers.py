@@ -58,7 +58,7 @@ def _rotated_layers(fields: Fields, stated: list[Any] | None) -> list[int]:
 
 
 def _window(fields: Fields, usual: int, *, switched: bool) -> int:
-    """The width of a model's sliding windows; 0: none, which a config.json says with null, or with its switch.
+    """The width of a model's sliding windows; 0: none, by a null in config.json or by its switch.
 
     Args:
       usual: if `sliding_window` is missing.

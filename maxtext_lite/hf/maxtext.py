@@ -214,7 +214,7 @@ def _sort_others(found: Translation, stated: Values, origins: Mapping[str, Origi
 def _note_overridden(
     found: Translation, stated: Values, origins: Mapping[str, Origin], name: str, of_model: list[str]
 ) -> None:
-    """Says which stated keys the file of a named model states too, and which of the two counts."""
+    """Lists the stated keys that a named model's file states too, and which of the two counts."""
     shown: list[str] = []
     beside: list[str] = []
     for key in of_model:

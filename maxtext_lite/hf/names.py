@@ -121,7 +121,7 @@ class Name:
         return tensor
 
     def reach(self, part: int, of_part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The stretch of each of the tensor's dims that `to_ours(...)[of_part]`, which is not empty, comes from."""
+        """The range of each of the tensor's dims that `to_ours(...)[of_part]`, which is not empty, comes from."""
         shape = self.their_shape
         if self.pairs:  # a half comes from all over the dim
             return tuple(map(slice, shape))

@@ -56,7 +56,7 @@ _PACKED: Mapping[str, np.dtype] = {
 Shape = tuple[int, ...]
 
 Box = tuple[slice, ...]
-"""A stretch of each dim of a tensor."""
+"""A range of each dim of a tensor."""
 
 FILE_BYTES = 2_000_000_000  # of a file, whose tensors are in memory while it is written
 _LFS = b"version https://git-lfs"
@@ -153,7 +153,7 @@ class SafetensorsDir:
         return mapped(self.tensors[name])
 
     def part(self, name: str, box: Callable[[], Box]) -> np.ndarray:
-        """The tensor, with valid numbers at least in `box`, a stretch of each dim; here in all of it."""
+        """The tensor, with valid numbers at least in `box`, a range of each dim; here in all of it."""
         del box
         return self.view(name)
 

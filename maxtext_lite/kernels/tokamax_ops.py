@@ -47,7 +47,7 @@ def waiting_for_each_matmul() -> Iterator[None]:
 
 
 class _Waiting:
-    """Pallas for GPUs, with a wait for all matmuls in place of one for all but the latest."""
+    """Pallas for GPUs that waits for all matmuls instead of all but the latest."""
 
     def __init__(self, original: Any):
         self._original = original

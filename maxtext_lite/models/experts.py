@@ -787,7 +787,7 @@ def grouped_kernel(
 
 
 FURTHER_ROUNDS = "further_rounds"
-"""Part of the names of operations after an exchange's first round, which evenly chosen experts never need."""
+"""Part of the names of operations after an exchange's first round. Evenly chosen experts never need them."""
 
 # ---- Experts on rows ------------------------------------------------------------------------------------------------
 

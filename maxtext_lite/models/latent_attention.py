@@ -1,4 +1,4 @@
-"""Attention over latent vectors, from which keys and values are projected; the cache keeps only the vectors."""
+"""Attention that projects keys and values from latent vectors; the cache keeps only the vectors."""
 
 import dataclasses
 from typing import Any

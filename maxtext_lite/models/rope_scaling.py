@@ -53,7 +53,7 @@ def _ntk_exponent(dim: int) -> float:
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Fast planes within the original length are kept, slow ones are divided by factor, with a blend between.
+    """Keeps fast planes within the original length, divides slow ones by factor, and blends between.
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.4.1, as in the published code.
     """
@@ -121,7 +121,7 @@ def _dynamic_frequencies(length_BT1: Array, rope: Rope, scaling: RopeScaling) ->
 
 
 def _rotation_factor(scaling: RopeScaling) -> float:
-    """The factor of cosines and sines, whose square multiplies scores."""
+    """The factor of cosines and sines; its square multiplies scores."""
     if scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

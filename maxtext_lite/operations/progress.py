@@ -11,7 +11,7 @@ FACTOR = 4
 ENDS_WELL = (0, 75)
 
 OWN_WORDS_SECONDS = 2.0
-"""Time that a process has, after another has failed, to report the same failure itself."""
+"""How long a process has to report the same failure after another has failed."""
 
 _MOST_NAMED = 8
 

@@ -73,7 +73,7 @@ class SpikesHook(Hook):
 
 
 def refuse_to_go_back_often(run: TrainingRun, spike: LossSpike) -> None:
-    """Raises the spike, with the reason, if the run has gone back too often."""
+    """Raises the spike, with the reason, if the run has rolled back too often."""
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
         often = f"the run has gone back {MOST} times within {WINDOW} steps, as {run.directory / EXCLUDED} says"
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)

@@ -30,7 +30,7 @@ GRACE_SECONDS = 10.0
 """How long a process looks for the lost one after a failed collective, and process 0 waits for the others' end."""
 
 COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
-"""Phases without a limit while the process computes: nobody knows how long XLA compiles."""
+"""Phases without a limit while the process computes: XLA's compile time is unpredictable."""
 
 _MOST_SAID = 500  # letters of another process's error message
 _BUSY = 0.1  # of a core: the least use of a process that computes
@@ -103,7 +103,7 @@ class Watchdog(Observer):
         self._step = step
 
     def advance(self) -> None:
-        """Reports that this process passed a place in the program, which all pass in the same order."""
+        """Reports that this process reached a point in the program that all reach in the same order."""
         self._longest_here = max(self._longest_here, self._idle)
         self._idle = 0.0
         self._position += 1

@@ -106,5 +106,5 @@ def whole_examples(tree: Tree) -> Tree:
 
 
 def sum_to_shards(tree: Tree) -> Tree:
-    """Inside `over_shards`: the sum over shards of what each has for this shard, at its number on the first dim."""
+    """Inside `over_shards`: the sum of all shards' parts for this shard, at its number on the first dim."""
     return jax.lax.psum_scatter(tree, MESH_AXES_OF["length"])

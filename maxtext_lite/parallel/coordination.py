@@ -99,7 +99,7 @@ def coordinator_answers() -> bool:
 
 
 def call_if_coordinator_goes(call: Callable[[], object]) -> None:
-    """Has `call` called, in any thread, before jax aborts this process because process 0 is unreachable."""
+    """Registers `call` for any thread to call before jax aborts this process because process 0 is unreachable."""
     global _if_gone
     _if_gone = call
     _LIBC.signal(signal.SIGABRT, _on_abort)

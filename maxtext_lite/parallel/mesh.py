@@ -131,7 +131,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
 
 
 UNEVEN = {"residual_length": "length"}
-"""The axis that replaces an activation's axis where its parts would be unequal: in decoding, which has one token."""
+"""The axis that replaces an activation's axis with unequal parts: in decoding, which has one token."""
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -251,7 +251,7 @@ def per_replica(where: NamedSharding) -> NamedSharding:
 
 
 def zero1_sharding(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """`where`, with the first dim that divides also split over the data axis; `where` itself if none does."""
+    """`where` with its first divisible dim also split over the data axis; `where` itself if none is."""
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
     for dim, entry in enumerate(spec):

@@ -55,7 +55,7 @@ class Sequences:
 
     @property
     def targets(self) -> np.ndarray:
-        """Target tokens of each: the tokens of its answers, except its very first token, which nothing precedes."""
+        """Target tokens of each: its answers' tokens, except its very first token, which nothing precedes."""
         targets = self.is_answer.copy()
         targets[self.starts[:-1]] = False
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
@@ -129,7 +129,7 @@ class AnswerSource(ExampleSource):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences, which are several in a row with packing; of a pair, one."""
+        """Sequences: several in a row with packing; a pair counts as one."""
         return len(self.columns[0])
 
     @property

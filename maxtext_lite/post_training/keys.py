@@ -347,7 +347,7 @@ def _problems(config: RLRunConfig) -> Refusal | None:
 
 
 def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
-    """An evaluation of every held-out prompt, where there are as many as generated problems may be."""
+    """Refuses an evaluation of every held-out prompt, where there are as many as generated problems may be."""
     if config.eval_steps != -1 or config.eval_interval == -1 or held_out <= _MOST_HELD_OUT:
         return None
     rule = (

@@ -136,7 +136,7 @@ class RolloutSteps:
             remove_after(run.files.directory, counts.step)
 
     def _check_stages(self, run: TrainingRun) -> None:
-        """Raises if a stage ahead begins between two updates on a batch, as after a resume with other batches."""
+        """Raises if a later stage begins between two updates on a batch, as after a resume with other batches."""
         updates = self._config.num_iterations
         if all((stage.first_step - 1) % updates == 0 for stage in run.plan.length.stages_ahead[1:]):
             return

@@ -24,7 +24,7 @@ _MOST_FREQUENT = 10
 
 
 def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
-    """Lines about a prepared dataset; with `verify`, all of it is read.
+    """Lines about a prepared dataset; `verify` reads all of it.
 
     Raises:
       UserError: it is not a prepared dataset, or a file is not what the manifest says.
@@ -73,7 +73,7 @@ def _lengths(starts: np.ndarray) -> Iterator[str]:
 
 
 def _rows(path: Path, stream: RecordStream, starts: np.ndarray, packing: str, num_tokens: int) -> Rows:
-    """The rows that a run would have; an index made for them is kept for the run."""
+    """The rows that a run would have; keeps the index for the run."""
     return rows_of(_PACKING[packing], starts, num_tokens, IndexPlace(path / "rows", stream.manifest.fingerprint))
 
 

@@ -61,7 +61,7 @@ def find_inputs(paths: list[str]) -> list[InputFile]:
 
 
 def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
-    """The tasks: stretches of `task_bytes` of large files, and small files combined up to that size.
+    """The tasks: ranges of `task_bytes` of large files, and small files combined up to that size.
 
     Args:
       field: the column that rows must have.

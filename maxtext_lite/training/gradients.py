@@ -217,7 +217,7 @@ def sum_over_replicas(
 
 
 def correct_expected(step: StepGradients, expected: Array, counted: Array) -> StepGradients:
-    """The gradients divided by what the step counted, in place of the count that the objective expected.
+    """The gradients divided by the step's count instead of the count that the objective expected.
 
     If the two are equal, nothing changes, to the bit.
     """

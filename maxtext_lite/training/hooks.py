@@ -136,7 +136,7 @@ Prepare = Callable[[TrainingRun, Callable[[str], None]], None]
 
 
 class Restart(Exception):
-    """Ends this start of a run, and begins another in the same process, which `prepare` prepares; says why."""
+    """Ends this start of a run and begins another in the same process after `prepare`; says why."""
 
     def __init__(self, why: str, prepare: Prepare):
         super().__init__(why)

@@ -347,7 +347,7 @@ class _Loop:
         log.restart_clock()
 
     def _evaluate_unless_stopped(self, state: TrainState) -> None:
-        """Evaluates unless a signal stops the run, which leaves the evaluation to the next start."""
+        """Evaluates unless a signal stops the run; the next start then evaluates."""
 
         def stops() -> bool:
             return self.stop.poll(self.log.is_end_requested) is Reason.SIGNAL
@@ -358,7 +358,7 @@ class _Loop:
             self.log.terminal.say_step(self.log.counts.step, "no evaluation, as the run stops")
 
     def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
-        """Evaluates and records it; returns whether it reached its end, which `stops` may prevent."""
+        """Evaluates and records the result; returns whether it finished, which `stops` may prevent."""
         log = self.log
         step = self.log.counts.step
         phases.enter("evaluation", step)

@@ -118,7 +118,7 @@ def own_sources(config: Config, source: Examples | None, eval_source: Examples |
 
 
 def own_objective(config: Config, loss: Loss, sources: Sources | None) -> Objective:
-    """The objective that minimises the caller's own loss, which is tried first on rows like those of the sources.
+    """The objective that minimises the caller's own loss; tries it first on rows like the sources'.
 
     Raises:
       UserError: the config is about pairs of rows, or the loss breaks a promise of `Loss`.

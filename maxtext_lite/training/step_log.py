@@ -74,7 +74,7 @@ def is_evaluation_missing(run: TrainingRun, step: int, *, is_last: bool) -> bool
 
 
 def open_lines(run: TrainingRun, name: str, step: int, say: Callable[[str], None]) -> JsonLines | None:
-    """A file of lines in the run directory, which continues after `step`; None on hosts that do not write there.
+    """A file of lines in the run directory that continues after `step`; None on hosts that do not write.
 
     Raises:
       WriteError: it cannot be read or written.

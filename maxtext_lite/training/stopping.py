@@ -60,7 +60,7 @@ def watch_signals(signals: Signals) -> Generator[Signals]:
 
 
 class Reason(enum.IntEnum):
-    """Why a run stops; of several reasons the largest counts."""
+    """Why a run stops; the largest of several reasons counts."""
 
     NONE = 0
     CALLBACK = 1
