@@ -27,7 +27,7 @@ _DATA = {
 }  # fmt: skip
 
 Cell = str | float | tuple[str, str]
-"""The cell of a table: a text, a share that is shown as a bar, or a text and a remark."""
+"""The cell of a table: a text, a share shown as a bar, or a text and a remark."""
 Rows = Mapping[str, Sequence[Cell]]
 
 

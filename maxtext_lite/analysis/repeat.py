@@ -1,4 +1,4 @@
-"""What `equiv` and `replay` need of an objective: what stays as it was when a step is computed again, and its batches.
+"""An objective's part of `equiv` and `replay`: what stays unchanged when a step is repeated, and its batches.
 
 An objective names its own in `ObjectiveKind.repeats`; an object with these attributes serves.
 """

@@ -243,7 +243,7 @@ def batch_settings(config: BatchConfig) -> dict[str, str]:
 
 
 def has_same_batch_keys(start: Mapping[str, Any], stated: Mapping[str, str]) -> bool:
-    """Whether these batch keys are as the user stated them at a start of a run or as in its config.yml."""
+    """Whether these batch keys equal what the user stated at a start of a run or its config.yml."""
     settings = start.get("settings", {})
     return stated in (start.get("stated"), {key: settings.get(key) for key in GLOBAL_BATCH_KEYS})
 

@@ -117,7 +117,7 @@ _SPLIT = {
 
 
 def model_dimensions(config: Config, axis: str) -> dict[str, int]:
-    """The model dims that a mesh axis splits, by key; of the widths of mlp and experts only those in use."""
+    """The model dims that a mesh axis splits, by key, with the widths of mlp or experts only if used."""
     unused = "base_moe_mlp_dim"
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
         unused = "" if config.first_num_dense_layers or "dense" in config.mlp_kinds else "base_mlp_dim"

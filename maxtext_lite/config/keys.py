@@ -280,7 +280,7 @@ class MixtureEntry(Section):
     Attributes:
       weight: its share of the target tokens; only the ratios of weights matter.
       max_epochs: passes over it in the whole run; -1: any number.
-      name: as of a held-out set.
+      name: as in a held-out set.
     """
 
     path: DataPathName

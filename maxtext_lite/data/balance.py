@@ -121,7 +121,7 @@ def assign_rows(
 
 
 def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
-    """The turn of each row, in the order of falling cost: as many rows as there are shards for each turn in succession.
+    """The turn of each row, in the order of falling cost: each turn in succession gets one row per shard.
 
     Each round over the turns reverses the direction of the last, which keeps the turns' costs close too.
     """

@@ -194,7 +194,7 @@ class Load(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HostReads:
-    """The loads of one host for steps of one batch size: a picklable sequence, a pure function of the load's number.
+    """One host's loads for steps of one batch size: a picklable sequence and pure function of the load's number.
 
     The host's examples of a step are divided among its loads in order, in numbers that differ by at most one.
 

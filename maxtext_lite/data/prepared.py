@@ -180,7 +180,7 @@ _AGAIN = "Copy or prepare the data again."
 class RecordStream:
     """The token ids of all shards of a prepared dataset, in order.
 
-    Pickling leaves out what it has open. Any number of threads may read from it.
+    Pickles without open files. Any number of threads may read from it.
     """
 
     directory: Path

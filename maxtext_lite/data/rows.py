@@ -420,7 +420,7 @@ def fill_rows(
     *,
     packing: bool,
 ) -> FilledRows:
-    """Rows filled by "best fit": each sequence in turn joins the fullest row that has room for it, or opens a new row.
+    """Rows filled by "best fit": each sequence in turn joins the fullest row that it fits, or opens one.
 
     Rows keep the order in which they were opened: the first rows contain the first sequences.
 
@@ -518,8 +518,8 @@ def _fitted_windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[Ar
 def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(starts and slots of pieces row by row, the row of each: where the first of its longest pieces starts).
 
-    What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
-    Rows are in the order of their longest pieces, so the last rows contain documents of every length.
+    The rest of a document after whole rows joins the fullest row that it fits, the longest rest first. Rows are in the
+    order of their longest pieces, so the last rows contain documents of every length.
     """
     starts = document_starts[:-1]
     slots = np.diff(document_starts) - 1

@@ -44,7 +44,7 @@ WEIGHTS_FIELD = "transformers_weights"
 """The field that names the file with the weights, or its index; transformers then reads no other."""
 
 NEVER_NULL = frozenset(TABLE["never_null"].split())
-"""Fields with a default that transformers does not use for a null: it fails, or null counts as false or 0."""
+"""Fields whose default transformers does not use for a null: it fails, or null counts as false or 0."""
 
 MOST_LAYERS = 10_000
 """The most layers of a model: a bound for what grows with them, such as `layer_types`."""
@@ -98,7 +98,7 @@ class Fields:
         return value if is_whole(value, 1, MOST_LAYERS) else 0
 
     def need(self, *names: str, key: str = "") -> Any:
-        """The value of a field that may have several names, which must agree; 1 and a problem if it is missing."""
+        """The value of a field with possibly several names, which must agree; 1 and a problem if missing."""
         first, *others = sorted(names, key=lambda name: self.peek(name) is None)
         if self.peek(first) is None:
             self.problems.append(f"{first} is missing.")

@@ -267,7 +267,7 @@ _COLUMNS = 32  # copied at once: few enough that a transposed array's cache line
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """np.empty, aligned so that jax on a CPU uses the memory without a copy: write to it before jax has it."""
+    """np.empty aligned for jax on a CPU to use the memory without a copy: write to it before jax has it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     whole = np.empty(num_bytes + _ALIGNED_TO, np.uint8)
     start = -whole.ctypes.data % _ALIGNED_TO

@@ -68,9 +68,9 @@ class EvaluateConfig(BaseModel):
     """The keys of `evaluate`; one of the first four is required.
 
     Attributes:
-      data: a file as of the run's dataset_path, by the run's own loss: of texts, of answers, or of pairs. That of a
-        Hugging Face directory is of texts, or of the answers in conversations.
-      text: files as of dataset_path, by the perplexity of their documents, each a text of its own.
+      data: a file like the run's dataset_path, by the run's own loss: of texts, of answers, or of pairs. A Hugging Face
+        directory's is of texts, or of the answers in conversations.
+      text: files like dataset_path's, by the perplexity of their documents, each a text of its own.
       choices: JSONL, likewise, of {"context": text, "choices": [text, ...], "answer": number of the right one}.
       cloze: JSONL, likewise, of {"context": text, "target": text}.
       max_length: tokens of one forward pass; for `data` of a run, the default is its max_target_length.

@@ -13,7 +13,7 @@ from maxtext_lite.training.state import TrainState
 
 
 class MemoryHook(Hook):
-    """Keeps memory.json of a run, on the first host: bytes of a device for its train step at its target batch.
+    """Keeps a run's memory.json on the first host: a device's bytes for the train step at the target batch.
 
     Attributes:
       compiled: by XLA's account; None before it is known.

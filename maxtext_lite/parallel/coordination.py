@@ -50,7 +50,7 @@ def detected_tpus() -> tuple[str, int, int]:
 
 
 def wait_for_text(key: str) -> str:
-    """The text of a key, once a process has put it there; the watchdog ends a wait that is too long."""
+    """The text of a key, once a process has put it there; the watchdog ends too long a wait."""
     return _client().blocking_key_value_get(_TEXTS + key, _LONGEST_WAIT_SECONDS * 1000)
 
 

@@ -222,7 +222,7 @@ def open_answers(
 
 
 _Line = list[tuple[Rendered, ...]]
-"""A line's examples: one text each for SFT, two for DPO. There is none if a pair's answers are the same."""
+"""A line's examples: one text each for SFT, two for DPO; none if a pair's answers are equal."""
 
 
 def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> Iterator[_Line]:

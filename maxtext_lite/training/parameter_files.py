@@ -229,7 +229,7 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Params,
 def _with_loads(params: Params, other: Params, make: Callable[[Any], Any]) -> Params:
     """The parameters with routers' loads where `other` has them, and nowhere else; `make` makes those that lack.
 
-    A load is that of the previous step: a run that begins can do without, and load_balance_over may change.
+    A load belongs to the previous step: a new run can do without, and load_balance_over may change.
     """
     found: Params = {}
     for name, value in params.items():

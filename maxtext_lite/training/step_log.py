@@ -1,4 +1,4 @@
-"""The log of a run: counts, records and shows every step, and ends the run on a wrong loss or gradient."""
+"""The log of a run: counts, records and shows every step; ends the run on a wrong loss or gradient."""
 
 import contextlib
 import dataclasses
