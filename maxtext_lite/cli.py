@@ -276,7 +276,8 @@ def parse_keys(
     try:
         return kind.model_validate(values), problems
     except ValidationError as error:
-        raise UserError(problems + [str(wrong_value(kind, detail)) for detail in error.errors()]) from None
+        first = {detail["loc"][0]: detail for detail in reversed(error.errors())}  # of each key
+        raise UserError(problems + [str(wrong_value(kind, detail)) for detail in reversed(first.values())]) from None
 
 
 def _plain(text: str) -> object:

@@ -182,7 +182,7 @@ def num_held_out(
     Raises:
       UserError: nothing is left to train on.
     """
-    if eval_fraction == 0:
+    if eval_fraction == 0 or count == 0:  # the caller refuses a source without examples
         return 0
     # In decimal, as it was written: 0.29 of 100 is 29, where binary floating point gives 28.
     held_out = max(1, int(fractions.Fraction(repr(float(eval_fraction))) * count))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from maxtext_lite.config.types import (
     AtLeastTwo,
@@ -43,7 +43,7 @@ class GenerateConfig(BaseModel):
 
     prompt: str = ""
     prompts: list[str] | None = None
-    prompt_ids: list[list[int]] | None = None
+    prompt_ids: list[list[int]] | None = Field(None, examples=[[[1, 2]]])
     chat: Flag = False
     system: str = ""
     max_new_tokens: Count = 200
