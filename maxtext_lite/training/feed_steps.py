@@ -53,6 +53,7 @@ class FeedSteps:
         self._stage: BatchStage | None = None
         self._step: Compiled | None = None
         self._is_new = True  # this executable has not run yet
+        self._begun: set[int] = set()  # slots of the executables of the stages so far
         self._first: list[DeviceBatch] = []
         self.compiled_anew = False  # an executable, rather than found where an earlier process kept it
         if run.parts.local:
@@ -92,7 +93,9 @@ class FeedSteps:
         self._step = built.step
         self._stage = stage
         self.compiled_anew |= not built.kept
-        self._is_new = previous is None or self._executables.slots(stage) != self._executables.slots(previous)
+        slots = self._executables.slots(stage)
+        self._is_new = slots not in self._begun
+        self._begun.add(slots)
         needs = ""
         if stage == plan.stages[-1]:
             num_bytes = ProgramMemory.of(built.step).total

@@ -32,6 +32,8 @@ global_rampup_samples=16
 # Stages of 4, 6 and 8 examples, all laid out in 8 slots.
 FRACTIONS = f"{RAMP} per_device_batch_size_start=0.5 per_device_batch_size_increment=0.25 per_device_batch_size=1"
 
+DOWN = "batch_schedule=[[0,8],[9,16],[20,8]] per_device_batch_size=16"
+
 
 @contextlib.contextmanager
 def begun(tmp_path, words):
@@ -49,7 +51,11 @@ def begun(tmp_path, words):
 
 @pytest.mark.parametrize(
     ("words", "devices", "sizes", "stages", "compiled"),
-    [(RAMP, 1, [8, 8, 16], 2, 2), (FRACTIONS, 8, [4, 4, 6, 6, 8], 3, 1)],
+    [
+        (RAMP, 1, [8, 8, 16], 2, 2),
+        (DOWN, 1, [8, 8, 16, 8], 3, 2),
+        (FRACTIONS, 8, [4, 4, 6, 6, 8], 3, 1),
+    ],
 )
 def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
     words, devices, sizes, stages, compiled, tmp_path, capsys, monkeypatch
