@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.order import example_ids
+from maxtext_lite.hf.model_directory import config_of_run
 from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.post_training.pairs import Chunk, Sampled
 from maxtext_lite.post_training.prompts import open_prompts
@@ -102,6 +103,8 @@ class SampledBatches:
         if not groups:
             groups = _draw_groups(config, sizes)
             note = "on responses and rewards at random; equiv RUN_DIR takes those of a run with record_rollouts=1"
+        elif run and config_of_run(run).scale_rewards != config.scale_rewards:  # an override
+            groups = [_judged(group.sampled, group.scores, config) for group in groups]
         for batch in range(sizes.batches):
             places = [batch * PROMPTS + place for place in range(PROMPTS)]
             chosen = [_cut(groups[place % len(groups)], place, sizes, config) for place in places]
@@ -178,8 +181,14 @@ def _cut(group: Chunk, position: int, sizes: _Sizes, config: RLRunConfig) -> Chu
     each = len(responses)
     keys = [(TRAINING, position, generation) for generation in range(each)]
     sampled = Sampled([prompt] * each, responses, [""] * each, keys)
-    chunk = Chunk.judged(sampled, group.scores, num_generations=each, scale_rewards=config.scale_rewards)
+    chunk = _judged(sampled, group.scores, config)
     return dataclasses.replace(chunk, advantages=recorded) if each == len(recorded) else chunk
+
+
+def _judged(sampled: Sampled, scores: Scores, config: RLRunConfig) -> Chunk:
+    """The group of these pairs."""
+    each = len(sampled.responses)
+    return Chunk.judged(sampled, scores, num_generations=each, scale_rewards=config.scale_rewards)
 
 
 def _draw_groups(config: RLRunConfig, sizes: _Sizes) -> list[Chunk]:
@@ -203,6 +212,5 @@ def _draw_groups(config: RLRunConfig, sizes: _Sizes) -> list[Chunk]:
             rewards[:] = 1.0  # but in those to be replaced
         scores = Scores(rewards, {"drawn": rewards}, np.zeros(sizes.generations, bool), 0, [])
         sampled = Sampled([source[number]] * sizes.generations, responses, [""] * sizes.generations)
-        chunk = Chunk.judged(sampled, scores, num_generations=sizes.generations, scale_rewards=config.scale_rewards)
-        groups.append(chunk)
+        groups.append(_judged(sampled, scores, config))
     return groups

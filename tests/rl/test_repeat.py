@@ -89,6 +89,7 @@ def test_a_recorded_batch_is_cut_to_what_is_compared(tmp_path):
     sampled = Sampled(prompts, responses, [""] * 72, keys)
     batch = Chunk.judged(sampled, scores, num_generations=9, scale_rewards="group")
     write_batch(path_of(tmp_path, 7), batch)
+    (tmp_path / "config.yml").write_text("base: post_train/rl.yml\n")
     _, note = repeats.freeze(config, tmp_path, tmp_path)
     assert "rollouts-7.npz" in note
     first, second = (read_batch(path_of(tmp_path, step)) for step in (1, 2))
