@@ -112,12 +112,14 @@ def _planned_rows(runs: Sequence[Run]) -> Rows:
 
 
 def _stage_rows(plan: Mapping[str, Any]) -> Rows:
-    """The stages of the ramp, each with its share of the last batch."""
+    """The stages of the batch, each with its share of the largest batch."""
     ramp = plan["rampup"]
     last = ramp["target"] | {"num_steps": "the rest", "samples": NONE}
+    stages = (*ramp["stages"], last)
+    largest = max(stage["global_batch_to_train"] for stage in stages)
     rows: dict[str, list[Cell]] = {}
-    for stage in (*ramp["stages"], last):
-        share = stage["global_batch_to_train"] / last["global_batch_to_train"]
+    for stage in stages:
+        share = stage["global_batch_to_train"] / largest
         rows[plain(stage["first_step"])] = [*(plain(stage[key]) for key in _STAGE), share]
     return rows
 

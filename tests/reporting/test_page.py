@@ -187,6 +187,8 @@ def test_the_stages_of_a_batch_schedule_are_shown_like_those_of_a_ramp(tmp_path)
     assert "1 stage before the last, 2 steps in all." in page.text
     stages = [" ".join(row) for row in page.rows if len(row) == 7]
     assert stages[1:] == ["1 2 4 1 4 8 ", "3 the rest 2 1 2 – "]
+    bars = [each.get("style") for each in page.attributes("i")]
+    assert bars[:2] == ["width:100.0%", "width:50.0%"]
 
 
 def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
