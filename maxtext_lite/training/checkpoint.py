@@ -27,6 +27,7 @@ from maxtext_lite.config import (
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
+from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
@@ -368,6 +369,8 @@ class CheckpointReader:
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here = self._fingerprint
+        # A checkpoint from before a model key existed has its default.
+        saved = defaults_of(Config).model_dump(include=set(_MODEL_KEYS)) | saved
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
         if any(each[_DATA].startswith(MIXTURE) for each in (here, saved)):
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources

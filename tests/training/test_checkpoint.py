@@ -81,6 +81,17 @@ def test_restores_to_the_bit_on_any_mesh(saved, setup):
     assert names_in(directory) == ["6", "7"]  # two are kept
 
 
+def test_a_checkpoint_from_before_a_model_key_existed_has_its_default(saved, tmp_path):
+    about = fingerprint(config_of(), "text", None)
+    older = {key: value for key, value in about.items() if key != "load_balance_over"}
+    checkpointer = Checkpointer(tmp_path, config_of(), older)
+    checkpointer.save(saved[1].initial, COUNTS)
+    checkpointer.close()
+    assert restored_as(tmp_path, saved[1], about)[1] == COUNTS
+    with pytest.raises(UserError, match="which has load_balance_over=example"):
+        restored_as(tmp_path, saved[1], {**about, "load_balance_over": "batch"})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc names open files")
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(
     tmp_path, saved, monkeypatch
