@@ -68,7 +68,7 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"bad line: {tmp_path}/a.jsonl: line at byte 29" in out
     assert "2 documents, 9 tokens in 1 shard of " in out
-    assert "1 empty document left out, 1 bad line" in out
+    assert "1 empty document skipped, 1 bad line" in out
     assert main(words) == 0
     assert "is complete" in capsys.readouterr().out
     keys = [

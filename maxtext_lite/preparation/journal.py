@@ -127,10 +127,10 @@ class Journal:
             write_whole(path, _text(self._plan))
         problems = _differences(read_object(path), json.loads(_text(self._plan)))
         if problems:
-            raise UserError([
-                f"{full_text(self._output)} was begun differently: {problem} Give another output, or remove this one."
-                for problem in problems
-            ])  # fmt: skip
+            raise UserError(
+                f"{full_text(self._output)} was begun differently: {'; '.join(problems)}. Give another output, or "
+                "remove this one."
+            )
 
     @contextlib.contextmanager
     def hold(self, *, shared: bool) -> Iterator[None]:
@@ -278,19 +278,19 @@ def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], enco
 def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Why two plans describe different datasets: the first few reasons."""
     problems = [
-        f"with {key}={value_text(stated['settings'].get(key))}, not {value_text(value)}."
+        f"with {key}={value_text(stated['settings'].get(key))}, not {value_text(value)}"
         for key, value in ours["settings"].items()
         if stated["settings"].get(key) != value and key != "input"  # the files that it finds are compared instead
     ]
     before = {file["path"]: file for file in stated["inputs"]}
     now = {file["path"]: file for file in ours["inputs"]}
-    problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
-    problems += [f"{before[path]['name']} is no longer among the inputs." for path in before.keys() - now.keys()]
+    problems += [f"{now[path]['name']} is new" for path in now.keys() - before.keys()]
+    problems += [f"{before[path]['name']} is no longer among the inputs" for path in before.keys() - now.keys()]
     for path in now.keys() & before.keys():
         if any(now[path][field] != before[path][field] for field in ("num_bytes", "changed_ns")):
-            problems.append(f"{now[path]['name']} has changed since.")
+            problems.append(f"{now[path]['name']} has changed since")
     if not problems and list(before) != list(now):
-        problems.append("its inputs were in another order.")
+        problems.append("its inputs were in another order")
     return sorted(problems)[:5]
 
 
