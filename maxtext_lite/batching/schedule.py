@@ -265,6 +265,8 @@ def keep_batches(config: Config, batches: Sequence[tuple[int, int]], num_devices
         stages = ramp.all_stages if ramp else make_stages([(0, batch)])
         if [(stage.threshold, stage.global_batch_to_train) for stage in stages] == list(batches):
             return config
+    if per_device == -1:  # it follows from the target, in as many micro-batches
+        per_device = Fraction(batches[-1][1], max(config.gradient_accumulation_steps, 1) * num_devices)
     most = int(per_device * num_devices)
     if not most:
         rule = f"num_devices={num_devices} x per_device_batch_size={number_text(per_device)} is less than one example."

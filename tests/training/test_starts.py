@@ -166,6 +166,18 @@ def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
         keep_batches(shared, [(0, 32)], 3)
 
 
+def test_a_ramp_to_a_derived_target_is_kept():
+    ramp = "global_batch_size=24 per_device_batch_size=-1 enable_rampup_batch_size=true"
+    ramp += " per_device_batch_size_start=2 per_device_batch_size_increment=6 global_rampup_samples=9"
+    config = load_config(None, ramp.split())  # 6, then 24 on 3 devices
+    kept = keep_batches(config, [(0, 6), (12, 24)], 2)
+    plan = make_plan(kept, num_devices=2)
+    found = [
+        (each.global_batch_to_train, each.per_device_batch_size) for each in plan.stages
+    ]
+    assert found == [(6, 3), (24, 12)]
+
+
 def test_a_resume_with_other_stages_says_so():
     starts = []
     for step, first in ((0, 4), (3, 8)):
