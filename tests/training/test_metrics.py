@@ -23,9 +23,8 @@ def log_after(tmp_path, lines, step):
             for each in lines
         )
     )
-    run = types.SimpleNamespace(
-        is_first=True, files=types.SimpleNamespace(directory=tmp_path)
-    )
+    files = types.SimpleNamespace(directory=tmp_path)
+    run = types.SimpleNamespace(is_first=True, is_read_only=False, files=files)
     notes = []
     with contextlib.closing(open_lines(run, METRICS, step, notes.append)):
         return notes, path.read_bytes().splitlines()
