@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class SampledBatches:
         if not groups:
             groups = _draw_groups(config, sizes)
             note = "on responses and rewards at random; equiv RUN_DIR takes those of a run with record_rollouts=1"
-        elif run and config_of_run(run).scale_rewards != config.scale_rewards:  # an override
+        elif run and cast("RLRunConfig", config_of_run(run)).scale_rewards != config.scale_rewards:  # an override
             groups = [_judged(group.sampled, group.scores, config) for group in groups]
         for batch in range(sizes.batches):
             places = [batch * PROMPTS + place for place in range(PROMPTS)]
