@@ -147,6 +147,7 @@ def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
     starts = [0, *(start.middle for start in found.ramp.starts)]
     for stage, start, factor in zip(plan.stages, starts, (8, 4, 2, 1), strict=True):
         assert stage.global_batch_to_train * factor == plan.global_batch_to_train
+        # Thresholds are printed with three digits.
         assert stage.threshold * 4096 == pytest.approx(start, rel=5e-3)
 
 
