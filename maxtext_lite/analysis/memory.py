@@ -98,6 +98,17 @@ class LayerOnDevice:
         """Elements of a value in the kernel's arrays."""
         return self.lanes(self.config.value_dim)
 
+    @property
+    def gate(self) -> int:
+        """Elements of attention's output gate."""
+        match self.config.attention_output_gate:
+            case "none":
+                return 0
+            case "sigmoid_per_head" | "softplus_per_head":
+                return self.heads
+            case _:
+                return self.heads * self.config.value_dim
+
     def lanes(self, dim: int) -> int:
         """Elements of the last dim of a kernel's array: whole tiles on a TPU."""
         return -(-dim // _LANES) * _LANES if self.accelerator.platform == "tpu" else dim
@@ -162,7 +173,7 @@ class LayerOnDevice:
         context = self.heads * (self.value_dim + Fraction(4, self.width))
         elements = {
             "decoder_layer_input": self.stream,
-            "query_proj": self.heads * self.head_dim,
+            "query_proj": self.heads * self.head_dim + self.gate,
             "key_proj": self.kv_heads * self.lanes(key_dim),
             "value_proj": self.kv_heads * self.value_dim,
             "context": 0 if self.kernel.startswith("cudnn") else context,
@@ -210,8 +221,9 @@ class LayerOnDevice:
         """Bytes per token that attention keeps where everything is kept.
 
         These are its kernel's inputs and outputs with log-partitions in float32, the inputs of the norms of queries and
-        keys, and latent vectors before and after their norms. On a TPU the kernel's heads fill whole tiles, the context
-        is kept a second time as the next matmul takes it, and the kernel takes the keys and values of all shards.
+        keys, latent vectors before and after their norms, and the output gate and its product with the context. On a
+        TPU the kernel's heads fill whole tiles, the context is kept a second time as the next matmul takes it, and the
+        kernel takes the keys and values of all shards.
         """
         config = self.config
         if (kind := layer_kind(self.mixer)) is not None:
@@ -225,6 +237,8 @@ class LayerOnDevice:
             elements += (self.heads + self.kv_heads) * config.head_dim
         if config.mla is not None:
             elements += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank)
+        if self.gate:
+            elements += self.gate + self.heads * config.value_dim
         return elements * self.width + 4 * self.heads
 
     def mlp_bytes(self) -> int:
@@ -264,8 +278,10 @@ class LayerOnDevice:
         if (kind := layer_kind(self.mixer)) is not None:
             return self.tokens * self.width * kind.used_elements(model_shape(self.config)) // self.tensor
         rows = Fraction(self.tokens * self.mesh["context"], self.config.max_target_length)
-        gradients = self.tokens * self.width * (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
-        return int(rows * self._kernel_bytes()) + gradients
+        elements = (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
+        if self.gate:
+            elements += self.gate + self.heads * self.value_dim
+        return int(rows * self._kernel_bytes()) + self.tokens * self.width * elements
 
     def _kernel_bytes(self) -> int:
         """Bytes per row of the attention kernel's own arrays.

@@ -185,7 +185,8 @@ def matmul_peak(device: Device, operands: str) -> float | None:
 
 _NAMES = {
     "query": "query_proj", "query_up": "query_proj", "key": "key_proj", "key_up": "key_proj", "value": "value_proj",
-    "value_up": "value_proj", "out": "out_proj", "gate": "mlpwi_0", "up": "mlpwi_1", "down": "mlpwo",
+    "value_up": "value_proj", "output_gate": "query_proj", "out": "out_proj", "gate": "mlpwi_0", "up": "mlpwi_1",
+    "down": "mlpwo",
 }  # fmt: skip
 """Names in remat_policy of the results of a layer's matmuls, by the last word of the weight's path."""
 _OPERANDS = {"int8": "int8", "fp8": "f8", "fp8_full": "f8"}
@@ -606,7 +607,8 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
 def _matmul(
     path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, backward: int
 ) -> Iterator[Operation]:
-    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
+    """The matmul with one of a layer's matrices, for `rows` rows per token; and what the
+    mlp's activation and attention's output gate do with it."""
     axes = per_tensor_axes(weight.axes)
     dims = weight.sizes[len(weight.sizes) - len(axes) :]
     cut = num_inputs(axes)
@@ -619,5 +621,5 @@ def _matmul(
         _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
         backward, beside=layers * beside, of_experts=weight.axes[0] == "experts",
     )  # fmt: skip
-    if name == "up":  # the activation reads gate and up, and writes the input of down
+    if name in ("up", "output_gate"):  # two arrays are read, and the input of the next matmul is written
         yield Operation("", ((rows * out, 3 * layers),))

@@ -558,6 +558,9 @@ Normalization = Literal[
 ]
 """The divisor of a norm, the root mean square or the standard deviation around the mean, and its learned weights."""
 
+OutputGate = Literal["none", "sigmoid", "softplus", "sigmoid_per_head", "softplus_per_head"]
+"""The function of attention's output gate, for each element of a head or for the head as a whole."""
+
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
 """The number format of matmuls with layers' weights: the activations' dtype, or eight bits (kernels/eight_bits.py)."""
 
@@ -718,6 +721,7 @@ class ModelConfig(Section):
     chunk_attn_window_size: CountOrZero
     attn_logits_soft_cap: NotNegative
     attention_sinks: Flag
+    attention_output_gate: OutputGate
     query_pre_attn_scalar: NotNegative
     inverse_layer_scaling: Flag
     position_temperature: PositionTemperatureOrNone

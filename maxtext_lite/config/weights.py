@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, listed, mixer_of
+from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, OutputGate, listed, mixer_of
 from maxtext_lite.config.registry import load
 
 MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
@@ -155,6 +155,7 @@ class ModelShape:
       qk_norm: norm of queries and keys: of each head, before or after rotation, or of all heads together; after
         rotation also without weights.
       sinks: each query head has a learned score, which takes part in the softmax but has no value.
+      output_gate: the context of attention is multiplied by a function of a projection of the layer's input.
       latent: widths of latent attention; None: ordinary attention.
       num_positions: rows of the table of learned positions; 0: rotary positions.
       rotary_dim: rotated dims of a head; None: all.
@@ -183,6 +184,7 @@ class ModelShape:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"] = "none"
     sinks: bool = False
+    output_gate: OutputGate = "none"
     latent: Mla | None = None
     num_positions: int = 0
     rotary_dim: int | None = None
@@ -321,6 +323,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         attention_bias=config.attention_bias,
         qk_norm=config.qk_norm,
         sinks=config.attention_sinks,
+        output_gate=config.attention_output_gate,
         latent=config.mla,
         num_positions=config.trainable_position_size,
         rotary_dim=config.rotary_dim,
@@ -347,8 +350,12 @@ def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm", *, bias
 
 def attention_weights(shape: ModelShape) -> WeightTable:
     """The weights of a layer's attention."""
+    gate: WeightTable = {}
+    if shape.output_gate != "none":
+        width = "U" if shape.output_gate.endswith("per_head") else "W"
+        gate["output_gate"] = shape.weight(f"D N {width}", "embed heads head_dim")
     if shape.latent is not None:
-        return _latent_attention_weights(shape, shape.latent)
+        return _latent_attention_weights(shape, shape.latent) | gate
     weight = shape.weight
     table = {
         "query": weight("D N H", "embed heads head_dim"),
@@ -369,7 +376,7 @@ def attention_weights(shape: ModelShape) -> WeightTable:
         table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim", biased=biased))
     if shape.sinks:
         table["sinks"] = weight("N", "heads", "zeros")
-    return table
+    return table | gate
 
 
 def _latent_attention_weights(shape: ModelShape, widths: Mla) -> WeightTable:

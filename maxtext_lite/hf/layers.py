@@ -84,7 +84,7 @@ class LayerTypes(Part):
       switched: no layer has one unless `use_sliding_window` is true.
       listed: `layer_types` may name each layer's kind.
       every: all but each `every`th layer have a window; 0: all.
-      has_pattern: `sliding_window_pattern` states `every`.
+      has_pattern: `pattern_field` states `every`.
       since: the default of `max_window_layers`: the layers from it on have a window, or with `every` those before it.
       rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
         never, a model must have one.
@@ -96,6 +96,7 @@ class LayerTypes(Part):
     listed: bool = True
     every: int = 0
     has_pattern: bool = False
+    pattern_field: str = "sliding_window_pattern"
     since: int | None = None
     rotated: Literal["always", "alone", "never"] = "always"
 
@@ -118,9 +119,9 @@ class LayerTypes(Part):
         layers = range(fields.num_layers)
         every = self.every
         if self.has_pattern and (is_stated or not window):
-            fields.drop(["sliding_window_pattern"])  # not read then
+            fields.drop([self.pattern_field])  # not read then
         elif self.has_pattern:
-            every = fields.whole("sliding_window_pattern", every)
+            every = fields.whole(self.pattern_field, every)
         first = 0 if self.since is None else fields.whole("max_window_layers", self.since, least=0)
         if not window:
             return [GLOBAL for _ in layers]

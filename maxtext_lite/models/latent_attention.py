@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from maxtext_lite.config.keys import OutputGate
 from maxtext_lite.config.weights import attention_weights, part_of
 from maxtext_lite.models.cache import CachedAttend
 from maxtext_lite.models.layers import (
@@ -37,6 +38,7 @@ class LatentAttention(nnx.Module):
     key_up: nnx.Param
     value_up: nnx.Param
     out: nnx.Param
+    output_gate: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         widths = shape.latent
@@ -44,6 +46,7 @@ class LatentAttention(nnx.Module):
         assert widths is not None
         self.rank = widths.kv_lora_rank
         self.plain_dim = widths.qk_nope_head_dim
+        self.gate_function: OutputGate = shape.output_gate
         declare(self, table, shape, rngs)
         shape = dataclasses.replace(shape, norm="rms_norm", norm_epsilon=_EPSILON)
         self.query_down_norm = norm_in(table, "query_down_norm", shape)
@@ -52,12 +55,13 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
+        gates = () if self.output_gate is None else (self.output_gate,)
         if self.query is not None:
-            q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
+            q_BTNH, down_BTD, *gate = projections(x_BTD, self.query, self.kv_down, *gates)
         else:
             assert self.query_down is not None
             assert self.query_up is not None
-            query_BTD, down_BTD = projections(x_BTD, self.query_down, self.kv_down)
+            query_BTD, down_BTD, *gate = projections(x_BTD, self.query_down, self.kv_down, *gates)
             q_BTNH = project(normed(self.query_down_norm, query_BTD), self.query_up)
         q_BTNH = heads(q_BTNH, None, "query_proj")
         latent_BTD, shared_BTD = jnp.split(down_BTD, (self.rank,), axis=-1)
@@ -73,11 +77,11 @@ class LatentAttention(nnx.Module):
             found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
             value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
             context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
-            return attention_output(context_BTNH, self.out), kept
+            return attention_output(context_BTNH, gate, self.gate_function, self.out), kept
         plain_k_BTNH = heads(project(latent_BTD, self.key_up), None, "key_proj")
         v_BTNH = heads(project(latent_BTD, self.value_up), None, "value_proj")
         shared_BTNH = jnp.broadcast_to(shared_BT1H, (*v_BTNH.shape[:3], shared_BT1H.shape[-1]))
         k_BTNH = constrain(jnp.concatenate([plain_k_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
         q_BTNH = constrain(jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1), HEADS_AXES)
         context_BTNH, kept = attend(q_BTNH, k_BTNH, v_BTNH, None)
-        return attention_output(context_BTNH, self.out), kept
+        return attention_output(context_BTNH, gate, self.gate_function, self.out), kept

@@ -16,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.keys import ATTENTION_KINDS
+from maxtext_lite.config.keys import ATTENTION_KINDS, OutputGate
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.config.weights import (
     Weight,
@@ -31,6 +31,7 @@ from maxtext_lite.config.weights import (
 from maxtext_lite.models.ops import (
     Activation,
     Rotation,
+    gated,
     layer_norm,
     mlp_hidden,
     project,
@@ -159,6 +160,7 @@ class Attention(nnx.Module):
     value_bias: nnx.Param | None = None
     out_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
+    output_gate: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = attention_weights(shape)
@@ -167,12 +169,14 @@ class Attention(nnx.Module):
         self.query_norm = norm_in(table, "query_norm", shape, num_dims)
         self.key_norm = norm_in(table, "key_norm", shape, num_dims)
         self.clip = shape.clip_qkv
+        self.gate_function: OutputGate = shape.output_gate
         self.norms_after_rotation = shape.qk_norm == "head_after_rope"
         self.l2_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
 
     def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
-        query, key, value = projections(x_BTD, self.query, self.key, self.value)
+        gates = () if self.output_gate is None else (self.output_gate,)
+        query, key, value, *gate = projections(x_BTD, self.query, self.key, self.value, *gates)
         q_BTNH: Any = heads(query, self.query_bias, "query_proj")
         k_BTKH: Any = heads(key, self.key_bias, "key_proj")
         v_BTKH = heads(value, self.value_bias, "value_proj")
@@ -195,7 +199,7 @@ class Attention(nnx.Module):
             k_BTKH = normed(self.key_norm, k_BTKH)
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
-        return attention_output(context_BTNH, self.out, self.out_bias), kept
+        return attention_output(context_BTNH, gate, self.gate_function, self.out, self.out_bias), kept
 
 
 def heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
@@ -203,9 +207,22 @@ def heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
     return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
 
 
-def attention_output(context_BTNH: Array, out: nnx.Param, bias: nnx.Param | None = None) -> Array:
-    """Attention's output, [B, T, D]."""
+def attention_output(
+    context_BTNH: Array,
+    gate: list[Array],
+    function: OutputGate,
+    out: nnx.Param,
+    bias: nnx.Param | None = None,
+) -> Array:
+    """Attention's output, [B, T, D].
+
+    Args:
+      gate: the output gate's projection of each head, in a list that is empty without a gate.
+    """
     context_BTNH = constrain(context_BTNH, HEADS_AXES)  # its gradient too, which could be split by tokens instead
+    if gate:
+        gate_BTNG = heads(gate[0], None, "query_proj")  # like the queries, saved or recomputed with them
+        context_BTNH = gated(context_BTNH, gate_BTNG, function)
     y_BTD = constrain(project(context_BTNH, out), RESIDUAL_AXES)
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 

@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
+from maxtext_lite.config.keys import OutputGate
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.weights import halves, num_inputs
 from maxtext_lite.models.lora import Adapted
@@ -279,6 +280,21 @@ def _xielu(x: Array, alpha_p_U: Array, alpha_n_U: Array) -> Array:
     n = jax.nn.softplus(alpha_n_U[0].astype(jnp.float32))
     below = (n + _BETA) * (jnp.expm1(jnp.minimum(x, _SMALLEST)) - x)
     return jnp.where(x > 0, p * jnp.square(x), below) + _BETA * x
+
+
+def gated(context_BTNH: Array, gate_BTNG: Array, function: OutputGate) -> Array:
+    """The context times the sigmoid or softplus of its gate, in float32, returned in the context's dtype.
+
+    Args:
+      gate_BTNG: a number for each element of a head, or one for the head.
+    Source: Qiu et al. 2025, arXiv:2505.06708.
+    """
+    activation = jax.nn.sigmoid if function.startswith("sigmoid") else jax.nn.softplus
+
+    def product(context_BTNH: Array, gate_BTNG: Array) -> Array:
+        return context_BTNH.astype(jnp.float32) * activation(gate_BTNG.astype(jnp.float32))
+
+    return _recomputed(product)(context_BTNH, gate_BTNG)
 
 
 def soft_capped(x: Array, cap: float) -> Array:

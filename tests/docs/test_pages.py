@@ -172,7 +172,7 @@ def test_tables_of_what_there_is_are_those_of_the_program():
     for policy, (saved, host) in REMAT_POLICIES.items():
         assert parallelism[policy] == [", ".join(saved), ", ".join(host)]
     assert set(SHIPPED_REWARDS) <= post_training.keys()
-    assert set(FAMILIES) <= first_words("hugging_face.md").keys()
+    assert set(FAMILIES) <= first_words("models.md").keys()
     assert all(f"`{word}`" in PAGES["hugging_face.md"] for word in SCALINGS)
     for kind, (needed, optional) in ROPE_ENTRIES.items():
         assert set(re.findall(r"`(\w+)`", first_words("models.md")[kind][0])) == {
