@@ -14,7 +14,6 @@ from maxtext_lite import __version__
 from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import did_you_mean, number_text, sanitize_for_terminal, value_text
-from maxtext_lite.config.hints import key_hint, override_hint, override_meant
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.keys import known_keys
 from maxtext_lite.config.phases import observers
@@ -92,14 +91,18 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
-        if has_file and not Path(words[0]).exists() and override_meant(words, self.keys()):
-            has_file = False  # key=value in another notation, which `load_config` refuses with a hint
+        if has_file and not Path(words[0]).exists():
+            from maxtext_lite.config.hints import override_meant
+
+            has_file = not override_meant(words, self.keys())  # which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
         return arguments
 
     def error(self, message: str) -> NoReturn:
         """Raises a UserError about a wrong argument."""
+        from maxtext_lite.config.hints import override_hint
+
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         hint = override_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
         if unknown.startswith("--") and not hint:
@@ -264,9 +267,13 @@ def parse_keys(
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
+            from maxtext_lite.config.hints import override_hint
+
             hint = override_hint([word], kind.model_fields)
             problems.append(f"'{word}' is not of the form key=value.{hint} Example: {example}")
         elif key not in kind.model_fields:
+            from maxtext_lite.config.hints import key_hint
+
             problems.append(f"unknown key '{key}' (command line).{key_hint(key, kind.model_fields)}")
         else:
             try:

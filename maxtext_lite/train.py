@@ -12,7 +12,7 @@ from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.bucket import any_path, is_bucket
 from maxtext_lite.config.errors import counted, value_text
 from maxtext_lite.config.keys import require_trackers
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.phases import observers, phases, process_start
 from maxtext_lite.config.types import Flag
 from maxtext_lite.console import command_signals, complain, go_on_without_stdout

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
-from maxtext_lite.analysis.optimizer_state import count_factored, count_orthogonalized, weight_shards
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine, Moment
 from maxtext_lite.batching.parameters import (
     BYTES,
@@ -28,7 +27,7 @@ from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
 from maxtext_lite.config.keys import mixer_of
-from maxtext_lite.config.weights import layer_kind, model_shape
+from maxtext_lite.config.weights import layer_kind, model_shape, num_parts
 
 _LANES = 128  # the width of a TPU's tiles
 _PLAIN = Accelerator("cpu")
@@ -481,7 +480,7 @@ def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     mesh = layer.mesh
     tensor = layer.tensor
     emb = layer.config.base_emb_dim
-    if weight_shards(mesh) == 1:
+    if num_parts("embed", mesh) == 1:
         return
     if config.num_experts == 1:
         widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
@@ -619,6 +618,8 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
     yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
     if config.optimizer == "muon":
+        from maxtext_lite.analysis.optimizer_state import count_orthogonalized
+
         work = 4 * copies * count_orthogonalized(config, **mesh)
         why = "before and after a step, in float32"
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
@@ -643,6 +644,8 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
         case "muon":  # one moment for the layers' matrices, Adam's two for everything else
             return count.matrices + 2 * (count.tables + count.norms)
         case "adafactor":
+            from maxtext_lite.analysis.optimizer_state import count_factored
+
             return count_factored(config, **mesh)
 
 
@@ -688,7 +691,7 @@ def _loss_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     config = step.config
     mesh = step.mesh
     width = BYTES[step.config.dtype]
-    shards = weight_shards(mesh)
+    shards = num_parts("embed", mesh)  # every axis except `data` that splits tokens
     tokens, tiles = loss_tiles(config, mesh, step.slots, step.pieces if config.pipeline_schedule == "1f1b" else 1)
     vocab_size = config.vocab_size // mesh["tensor"]
     head = vocab_size * config.base_emb_dim

@@ -9,11 +9,6 @@ from maxtext_lite.config import Config, ModelConfig
 from maxtext_lite.config.weights import Weight, num_parts
 
 
-def weight_shards(mesh: Mapping[str, int]) -> int:
-    """Parts into which the embedding dim of a weight is split, over every axis except `data` that splits tokens."""
-    return num_parts("embed", mesh)
-
-
 def count_factored(config: ModelConfig, **mesh: int) -> int:
     """Elements per device of Adafactor's second moments of the trained parameters.
 

@@ -7,14 +7,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import Refusal, UserError, did_you_mean, full_text, value_text, without_secrets
-from maxtext_lite.config.hints import key_hint, missing_file, no_directory, override_hint
+from maxtext_lite.config.errors import (
+    Refusal,
+    UserError,
+    did_you_mean,
+    full_text,
+    setting_text,
+    value_text,
+    without_secrets,
+)
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.keys import (
     Config,
@@ -177,6 +184,8 @@ def _file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
     while name is not None:
         path = _find_config(name, namer)
         if path is None:
+            from maxtext_lite.config.hints import missing_file
+
             directory = Path() if namer is None else namer.parent
             problems.append(Refusal("", missing_file(name, by, _shipped_configs(), directory)))
             break
@@ -320,6 +329,8 @@ def _override_layer(overrides: Iterable[str], problems: list[Refusal], defaults:
         if was_refused and is_refused:
             continue  # the value of the word before it, as in `steps 5`
         if is_refused:
+            from maxtext_lite.config.hints import override_hint
+
             hint = override_hint(words[place:], known_keys())
             message = f"'{value_text(word)}' (command line) is not of the form key=value.{hint}"
             problems.append(Refusal("", message))
@@ -351,7 +362,11 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
     unknown = [key for key in layer.values if key not in known]
     for key in unknown:
         del layer.values[key]
-    for other in load_installed("run") if unknown else ():
+    if not unknown:
+        return
+    from maxtext_lite.config.hints import key_hint
+
+    for other in load_installed("run"):
         theirs = [key for key in unknown if key in other.model_fields]
         if theirs:
             unknown = [key for key in unknown if key not in theirs]
@@ -469,6 +484,8 @@ def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided:
         if installed_names("config_provider") != names("config_provider"):
             raise NotInstalled(f"load_parameters_path={path}: what reads it is not installed (maxtext_lite.hf).")
     elif not _ARCHITECTURE & stated.keys():  # a run's config.yml has them; its first parameters may be gone
+        from maxtext_lite.config.hints import no_directory
+
         problems.append(Refusal("load_parameters_path", no_directory(path, "load_parameters_path")))
     return nothing
 
@@ -553,3 +570,20 @@ def _yaml_text(value: object) -> str:
     if re.fullmatch(r"[A-Za-z_/][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
         return value
     return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()
+
+
+def load_asked(config: Config, kind: str, name: str, *keys: str) -> Any | None:
+    """The object of a name that these keys request; None if it is absent and they have their defaults.
+
+    Raises:
+      NotInstalled: it is absent, and a key is not at its default.
+    """
+    try:
+        return load(kind, name)
+    except NotInstalled as error:
+        defaults = defaults_of(type(config))
+        for key in keys:
+            value = getattr(config, key)
+            if value != getattr(defaults, key):
+                raise NotInstalled(f"{key}={setting_text(value)}: {error}") from None
+        return None

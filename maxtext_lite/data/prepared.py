@@ -26,10 +26,9 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, path_below, read_object
 from maxtext_lite.data.cache import map_array, token_dtype
+from maxtext_lite.data.text_files import DOCUMENTS_FILE
 
 MANIFEST_FILE = "manifest.json"
-DOCUMENTS_FILE = "documents.i64"
-"""Where each document starts in the stream, then the length of the stream: little-endian int64 [documents + 1]."""
 
 _FORMAT = 1
 END_BYTES = 4096

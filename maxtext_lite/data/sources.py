@@ -15,15 +15,16 @@ import numpy as np
 from maxtext_lite.config import DataConfig, SourceList, UserError
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
+from maxtext_lite.data.cache import IndexPlace
 from maxtext_lite.data.history import Mixture, MixtureComponent, continued, history_of, parts_of
 from maxtext_lite.data.rows import (
     FIELDS,
-    BestFitRows,
     Documents,
+    PackedRows,
     Rows,
     TokenizedDocuments,
     count_by_length,
-    rows_of,
+    document_rows,
     segments_row,
 )
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
@@ -247,8 +248,7 @@ class TextSource(ExampleSource):
             "target_tokens": self.num_target_tokens,
             "slots_used": self.num_target_tokens / (len(self) * self.num_tokens),
         }
-        if isinstance(self.row_layout, BestFitRows):
-            about["cut_documents"] = self.row_layout.cut_documents
+        about |= self.row_layout.describe()
         if self.num_documents <= _MOST_COUNTED:
             counts, _, _ = count_by_length(self.text.starts)
             about["lengths"] = np.trim_zeros(counts, "b").tolist()
@@ -358,3 +358,19 @@ def open_rows(
         if not part.num_target_tokens:
             raise UserError(f"eval_fraction={eval_fraction} leaves no target token to {use}.")
     return parts
+
+
+def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, place: IndexPlace | None = None) -> Rows:
+    """The rows of a stream.
+
+    Args:
+      packing: the value of the key.
+      place: where to keep the index of rows that need one; None: in memory.
+    """
+    if packing is True:
+        return PackedRows(document_starts, num_tokens)
+    if packing is False:
+        return document_rows(document_starts, num_tokens, place)
+    from maxtext_lite.data.best_fit import best_fit_rows  # few runs
+
+    return best_fit_rows(document_starts, num_tokens, place)

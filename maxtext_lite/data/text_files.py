@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
 from maxtext_lite.config.errors import counted, install_text
-from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import (
     check_file,
     is_directory,
@@ -27,7 +26,6 @@ from maxtext_lite.config.json_file import (
 )
 from maxtext_lite.config.registry import load
 from maxtext_lite.console import complain
-from maxtext_lite.data.prepared import DOCUMENTS_FILE
 
 _COMPRESSED = ("", ".gz", ".zst")
 PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)
@@ -50,6 +48,9 @@ _ABOUT_DATA = (
     "prepare.json",
 )
 """Files that Hugging Face's datasets and `prepare` write beside data."""
+DOCUMENTS_FILE = "documents.i64"
+"""Where each document of a prepared dataset starts in its stream, then the length of the stream: little-endian int64
+[documents + 1]."""
 _MOST_NAMED = 5  # files
 _PIECE = 2**20
 _LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 by default
@@ -143,6 +144,8 @@ def _packaged_text(key: str, path: str) -> pathlib.Path:
     packaged = packaged_file("assets", path)
     if packaged is not None:
         return packaged
+    from maxtext_lite.config.hints import hub_hint
+
     names = (file.name for file in packaged_directory("assets").iterdir() if is_kind(file.name, TEXT_SUFFIXES))
     raise UserError(
         f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "

@@ -16,10 +16,8 @@ from maxtext_lite.config.weights import is_matrix, num_inputs, per_tensor_axes, 
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.layers import Block, DecoderLayer
-from maxtext_lite.models.lora import Adapted, Lora, joined, merged
-from maxtext_lite.models.ops import soft_capped
-from maxtext_lite.models.seed import root_key
-from maxtext_lite.models.shape import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, DecoderShape, ExpertShape
+from maxtext_lite.models.ops import Adapted, root_key, soft_capped
+from maxtext_lite.models.shape import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, DecoderShape, ExpertShape, Lora
 
 __all__ = [
     "BALANCE",
@@ -37,8 +35,6 @@ __all__ = [
     "Stream",
     "empty_aux",
     "is_matrix",
-    "joined",
-    "merged",
     "num_inputs",
     "per_tensor_axes",
     "root_key",

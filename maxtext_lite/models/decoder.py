@@ -31,7 +31,6 @@ from maxtext_lite.models.layers import (
     scaled_queries,
     state_table,
 )
-from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joined, new_adapters, with_merged_experts
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import EXPERT_COUNTS, DecoderShape
@@ -259,7 +258,11 @@ class Decoder:
         if pipeline:
             axes["layers"] = jax.tree.map(pipeline.axes_in_stages, axes["layers"], is_leaf=_is_axes)
         self._plain_axes = axes
-        self.axes = axes if shape.lora is None else joined(shape.lora, adapter_axes(shape.lora, axes), axes)
+        self.axes = axes
+        if shape.lora:
+            from maxtext_lite.models.lora import adapter_axes, joined
+
+            self.axes = joined(shape.lora, adapter_axes(shape.lora, axes), axes)
         self.abstract_params: Params = jax.eval_shape(
             lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
@@ -277,19 +280,33 @@ class Decoder:
         lora = self.shape.lora
         if lora is None:
             return params
+        from maxtext_lite.models.lora import joined, new_adapters
+
         return joined(lora, new_adapters(lora, self._plain_axes, params, key), params)
 
     def trained(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is trained: all of it, or with LoRA the adapters."""
-        return tree if self.shape.lora is None else adapters_of(tree)
+        if self.shape.lora is None:
+            return tree
+        from maxtext_lite.models.lora import adapters_of
+
+        return adapters_of(tree)
 
     def frozen(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is frozen; None without LoRA."""
-        return None if self.shape.lora is None else frozen_of(tree)
+        if self.shape.lora is None:
+            return None
+        from maxtext_lite.models.lora import frozen_of
+
+        return frozen_of(tree)
 
     def joined(self, trained: Tree, frozen: Tree) -> Tree:
         """The tree like `params` with these two parts."""
-        return trained if self.shape.lora is None else joined(self.shape.lora, trained, frozen)
+        if self.shape.lora is None:
+            return trained
+        from maxtext_lite.models.lora import joined
+
+        return joined(self.shape.lora, trained, frozen)
 
     def _in_stages(self, params: Params) -> Params:
         """The parameters with the layers as the pipeline stores them."""
@@ -423,7 +440,11 @@ class Decoder:
             if factor_BT is not None:
                 attend = scaled_queries(cast(Attend, attend), factor_BT)
             graph = self._layer_graphs[f"layers/{name}" if name else path]
-            module = nnx.merge(graph, with_merged_experts(params))
+            if shape.lora:
+                from maxtext_lite.models.lora import with_merged_experts
+
+                params = with_merged_experts(params)
+            module = nnx.merge(graph, params)
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, with_layer(aux, more), cache
 

@@ -6,77 +6,20 @@ state. In the joined tree a weight is replaced by the weight with its adapters, 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from maxtext_lite.config.weights import halves
+from maxtext_lite.models.ops import Adapted
+from maxtext_lite.models.shape import Lora
 from maxtext_lite.parallel import Params, Tree
 
 _OWN_KEY = int.from_bytes(b"LoRA")  # parameters' keys are folded with their numbers, from 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Which weights have adapters.
-
-    Attributes:
-      rank: r, the width between an adapter's two matrices.
-      alpha: their product is multiplied by alpha / r.
-      targets: names of layers' weights: attention's, the mlp's and the experts'.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        """The factor of the product of an adapter's two matrices."""
-        return self.alpha / self.rank
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Adapted:
-    """A weight [..., *in, *out] that means weight + scale x a b; or any other values for the three.
-
-    Attributes:
-      a: [..., *in, r].
-      b: [..., r, *out].
-    """
-
-    weight: Tree
-    a: Tree
-    b: Tree
-    scale: float = dataclasses.field(metadata={"static": True})
-
-    def __getitem__(self, _: Any) -> "Adapted":
-        """Itself: modules read all of a parameter as `parameter[...]`."""
-        return self
-
-    @property
-    def num_stacked(self) -> int:
-        """The number of dims before `in`: of layers and of experts."""
-        return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
-
-    def merged(self) -> Array:
-        """The sum, computed in float32, in the weight's dtype."""
-        stack = self.weight.shape[: self.num_stacked]
-        r = self.a.shape[-1]
-        added = jnp.matmul(
-            self.a.reshape(*stack, -1, r),
-            self.b.reshape(*stack, r, -1),
-            preferred_element_type=jnp.float32,
-        )
-        total = self.weight.astype(jnp.float32) + self.scale * added.reshape(self.weight.shape)
-        return total.astype(self.weight.dtype)
 
 
 def _is_adapted(node: Tree) -> bool:

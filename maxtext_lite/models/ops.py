@@ -5,6 +5,7 @@ copies of bfloat16 activations, and move more memory than the arithmetic needs. 
 both directions, which also makes bfloat16 fast on CPUs that have it, except for sums that cross the mesh.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,8 +20,7 @@ from maxtext_lite.config import Quantization
 from maxtext_lite.config.keys import OutputGate
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.weights import halves, num_inputs
-from maxtext_lite.models.lora import Adapted
-from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, num_shards
+from maxtext_lite.parallel import AS_IT_IS, Tree, axes_in_use, constrain, num_shards
 
 Rotation = tuple[Array, Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
@@ -37,6 +37,43 @@ def number_format(quantization: Quantization) -> Any:
 def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
     """The dtype for sums of products in `dtype`: int32, exact for 133,000 of the largest products, or float32."""
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight [..., *in, *out] that means weight + scale x a b; or any other values for the three.
+
+    Attributes:
+      a: [..., *in, r].
+      b: [..., r, *out].
+    """
+
+    weight: Tree
+    a: Tree
+    b: Tree
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, _: Any) -> "Adapted":
+        """Itself: modules read all of a parameter as `parameter[...]`."""
+        return self
+
+    @property
+    def num_stacked(self) -> int:
+        """The number of dims before `in`: of layers and of experts."""
+        return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
+
+    def merged(self) -> Array:
+        """The sum, computed in float32, in the weight's dtype."""
+        stack = self.weight.shape[: self.num_stacked]
+        r = self.a.shape[-1]
+        added = jnp.matmul(
+            self.a.reshape(*stack, -1, r),
+            self.b.reshape(*stack, r, -1),
+            preferred_element_type=jnp.float32,
+        )
+        total = self.weight.astype(jnp.float32) + self.scale * added.reshape(self.weight.shape)
+        return total.astype(self.weight.dtype)
 
 
 def project(x: Array, weight: nnx.Param) -> Array:
@@ -403,3 +440,14 @@ def _carry(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array
     left_spans, left_sum = left
     right_spans, right_sum = right
     return left_spans & right_spans, right_sum + jnp.where(right_spans, left_sum, 0)
+
+
+_KEY_BITS = 32  # that a key takes of an integer; jax drops the others
+
+
+def root_key(seed: int) -> jax.Array:
+    """The key of a seed from 0 to 2**63 - 1; another for each seed."""
+    low = seed % 2**_KEY_BITS
+    high = seed >> _KEY_BITS
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key

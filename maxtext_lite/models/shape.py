@@ -13,7 +13,6 @@ from maxtext_lite.config.kernels import GroupedMatmul
 from maxtext_lite.config.keys import LOCAL_KINDS
 from maxtext_lite.config.weights import ExpertSizes, ModelShape
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.lora import Lora
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.models.rotary import Rope, score_factor
 
@@ -78,6 +77,26 @@ class ExpertShape(ExpertSizes):
         if self.counts:
             axes[EXPERT_COUNTS] = ("batch", None, None)
         return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which weights have adapters.
+
+    Attributes:
+      rank: r, the width between an adapter's two matrices.
+      alpha: their product is multiplied by alpha / r.
+      targets: names of layers' weights: attention's, the mlp's and the experts'.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of an adapter's two matrices."""
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)

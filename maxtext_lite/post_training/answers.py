@@ -11,7 +11,8 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import counted
-from maxtext_lite.data.rows import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
+from maxtext_lite.data.best_fit import FilledRows, fill_rows
+from maxtext_lite.data.rows import FIELDS, REFERENCE, Documents, segments_row
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_encoder import LONGEST_TAIL, spelled_notes
 from maxtext_lite.data.text_files import json_objects

@@ -19,8 +19,9 @@ from jax import Array
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.hf.weights import export_model
-from maxtext_lite.models import Adapted, merged
+from maxtext_lite.models import Adapted
 from maxtext_lite.models.decoding import Sampling
+from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel import Params, on_first_host
 from maxtext_lite.post_training.rollout import Request, Response
 from maxtext_lite.post_training.server_answers import Asked

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from maxtext_lite.models import Decoder, merged
+from maxtext_lite.models import Decoder
+from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel import MESH_AXES, Params, make_mesh, tree_shardings
 
 

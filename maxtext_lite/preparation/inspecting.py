@@ -9,9 +9,11 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted
+from maxtext_lite.data.best_fit import BestFitRows
 from maxtext_lite.data.cache import IndexPlace
 from maxtext_lite.data.prepared import RecordStream, open_prepared
-from maxtext_lite.data.rows import FIELDS, BestFitRows, Rows, count_by_length, rows_of
+from maxtext_lite.data.rows import FIELDS, Rows, count_by_length
+from maxtext_lite.data.sources import rows_of
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.fetched import find_prepared

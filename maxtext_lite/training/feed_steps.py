@@ -15,7 +15,7 @@ from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.batching.table import split_text
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data.feed import DeviceBatch, balance_of, training_batches

@@ -6,7 +6,7 @@ from typing import Any
 
 from maxtext_lite.config import Config
 from maxtext_lite.config.keys import listed
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.registry import load
 from maxtext_lite.training.arrays import Record, Rows
 from maxtext_lite.training.checkpoint import TrainProgress

@@ -12,7 +12,7 @@ import optax
 from maxtext_lite.batching import batch_settings, wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.phases import observers, phases, status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.feed import UnreadError

@@ -18,7 +18,8 @@ from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.models import Lora, joined, merged
+from maxtext_lite.models import Lora
+from maxtext_lite.models.lora import joined, merged
 from maxtext_lite.parallel import Params, Tree, sharding
 from maxtext_lite.training.parameter_layout import (
     StageLayout,

@@ -15,7 +15,7 @@ from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import WriteError, value_text, writing
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out

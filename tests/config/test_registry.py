@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxtext_lite.config import UserError, load_config, registry
-from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.load import load_asked
 
 ABSENT = "maxtext_lite.no_such_room.module:thing"
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.data.rows import fill_rows, rows_of
+from maxtext_lite.data.best_fit import fill_rows
+from maxtext_lite.data.sources import rows_of
 
 END = 99
 # Three documents: 1 2 3, then 4, then 5 6 7 8 9; each with its end-of-text token.

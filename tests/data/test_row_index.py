@@ -9,9 +9,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from maxtext_lite.config import UserError
+from maxtext_lite.data import best_fit
 from maxtext_lite.data import rows as row_index
 from maxtext_lite.data.cache import CACHE_VARIABLE, IndexPlace
-from maxtext_lite.data.rows import rows_of
+from maxtext_lite.data.sources import rows_of
 
 
 def stream_of(lengths):
@@ -37,7 +38,7 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     packing, num_tokens, monkeypatch
 ):
     """And best fit cuts no document that fits."""
-    monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 20)
+    monkeypatch.setattr(best_fit, "_WINDOW_DOCUMENTS", 20)
     rng = np.random.default_rng(num_tokens)
     lengths = np.concatenate([rng.integers(2, 40, 40), rng.integers(2, 200, 5)])
     rng.shuffle(lengths)
@@ -79,7 +80,7 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 30)
+    monkeypatch.setattr(best_fit, "_WINDOW_DOCUMENTS", 30)
     monkeypatch.setattr(row_index, "_DOCUMENTS_AT_A_TIME", 7)
     (tmp_path / "data").mkdir()
     return IndexPlace(tmp_path / "data" / "rows", "0123456789abcdef0123")

@@ -10,7 +10,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from maxtext_lite.config import load_config
 from maxtext_lite.generate import main as generate
-from maxtext_lite.models import Decoder, merged
+from maxtext_lite.models import Decoder
+from maxtext_lite.models.lora import merged
 from maxtext_lite.operations.nonfinite import find_nonfinite
 from maxtext_lite.training import train
 from maxtext_lite.training.state import decoder_shape

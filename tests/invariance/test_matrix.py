@@ -25,9 +25,9 @@ from maxtext_lite.models import (
     EXPERT_COUNTS,
     ROUTER_Z,
     Decoder,
-    merged,
 )
 from maxtext_lite.models.experts import FURTHER_ROUNDS
+from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.post_training.chunked_step import ChunkedStep
 from maxtext_lite.training.custom_loss import CustomLoss

@@ -15,8 +15,8 @@ from maxtext_lite.models import (
     DecoderShape,
     ExpertShape,
     Lora,
-    merged,
 )
+from maxtext_lite.models.lora import merged
 from maxtext_lite.models.ops import project
 from maxtext_lite.parallel.pipeline import Pipeline
 
