@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
@@ -9,9 +10,13 @@ from maxtext_lite.config.bucket import original, refuse_patterns
 from maxtext_lite.config.hints import key_hint
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
 
-_MERGE = "merge_lora"
 TAKEN = (*(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype")
 """The keys of `convert`: the mesh for the parameters, and number formats."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "merge_lora": {"true": True, "false": False},
+    "parameters": {"trained": "trained", "ema": "ema"},
+}
+"""Further keys for an export, and their values."""
 OF_MAXTEXT = ("tokenizer_type", "tokenizer_path", *ModelConfig.model_fields)
 """Further keys for the import of a MaxText checkpoint, which does not state them itself."""
 
@@ -24,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_intermixed_args(argv)
     direction, source, out = arguments.direction, arguments.source, arguments.out
-    taken = (*TAKEN, _MERGE) if direction == "export" else (*TAKEN, *OF_MAXTEXT)
+    taken = (*TAKEN, *OPTIONS) if direction == "export" else (*TAKEN, *OF_MAXTEXT)
     keys: dict[str, str] = {}
     for word in arguments.overrides:
         key, equals, value = word.partition("=")
@@ -34,10 +39,7 @@ def main(argv: Sequence[str]) -> int:
         keys[key] = value
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty directory. Name another one.")
-    merge = keys.pop(_MERGE, None)
-    if merge not in (None, "true", "false"):
-        near = f"Nearest that work: {_MERGE}=true or {_MERGE}=false."
-        raise UserError(f"{_MERGE}={merge} is neither true nor false. {near}")
+    options = {key: _option(key, keys.pop(key)) for key in OPTIONS if key in keys}
     if direction == "import":
         if original(source, "HF_DIR") != source:
             raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
@@ -50,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if direction == "import":
         report = import_directory(source, out, overrides)
     else:
-        report = export_directory(source, out, overrides, merge_lora=None if merge is None else merge == "true")
+        report = export_directory(source, out, overrides, **options)
     if jax.process_index() == 0:
         print(report)
     return 0
@@ -62,9 +64,10 @@ def _parser() -> ArgumentParser:
         description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
         "generate and export; also from a PEFT adapter, which is merged, and from a MaxText checkpoint, with "
         "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
-        "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
+        "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library; with "
+        "parameters=ema, the average of the parameters.",
     )
-    parser.keys = lambda: (*TAKEN, _MERGE, *OF_MAXTEXT)
+    parser.keys = lambda: (*TAKEN, *OPTIONS, *OF_MAXTEXT)
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
         "source",
@@ -72,8 +75,18 @@ def _parser() -> ArgumentParser:
         help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory",
     )
     parser.add_argument("out", type=local_path, help="a new or empty directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora, parameters"
+    )
     return parser
+
+
+def _option(key: str, value: str) -> Any:
+    legal = OPTIONS[key]
+    if value not in legal:
+        nearest = " or ".join(f"{key}={word}" for word in legal)
+        raise UserError(f"{key}={value} is neither {' nor '.join(legal)}. Nearest that work: {nearest}.")
+    return legal[value]
 
 
 if __name__ == "__main__":

@@ -628,6 +628,9 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     masters = master_bytes(config, mesh, step.replicas) if config.master_weights else 0
     if masters:
         yield MemoryLine("masters", "optimizer_state", masters, "float32 beside narrower weights", when)
+    if config.ema_decay:
+        average = 4 * trained.total // (mesh["data"] if config.shard_optimizer_over_data else 1)
+        yield MemoryLine("average of parameters", "optimizer_state", average, "of ema_decay, in float32", when)
     if step.accelerator.platform == "cpu":
         # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))

@@ -81,7 +81,8 @@ class Program:
       plan: of the run.
       compiled: the executable; it can run if the devices are attached.
       module: its HLO.
-      state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
+      state_bytes: bytes per device of `params`, frozen ones included, `opt_state` with the average and, with local
+        updates, `outer`.
       collectives: of one step, the most bytes first.
       synchronization: collectives of one synchronization, every `diloco_sync_period` steps; None without local updates.
       work: of one device and step: matmuls, kernels, memory traffic, the compiler's cycles.
@@ -281,7 +282,11 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
 
 def state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes per device of each part of a state, which may be abstract. Frozen parameters count as params."""
-    parts = {"params": (state.frozen, state.params), "opt_state": state.opt_state, "outer": state.outer}
+    parts = {
+        "params": (state.frozen, state.params),
+        "opt_state": (state.opt_state, state.average),
+        "outer": state.outer,
+    }
     return {name: sum(map(bytes_per_device, jax.tree.leaves(part))) for name, part in parts.items()}
 
 

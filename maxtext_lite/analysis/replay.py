@@ -33,6 +33,7 @@ from maxtext_lite.training.compile import reading_compiled
 from maxtext_lite.training.hooks import Hook, LossSpike
 from maxtext_lite.training.loop import MakeSteps
 from maxtext_lite.training.parameter_files import check_start
+from maxtext_lite.training.parameter_layout import AVERAGE, has_average
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import environment, run_directory
 from maxtext_lite.training.saving import check, read_about, read_arrays, saved_shapes
@@ -249,6 +250,8 @@ def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
     items = ("params",) if tolerance else ("params", "update_state")
+    if has_average(directory):
+        items = (*items, AVERAGE)
     restored = read_arrays(
         directory, {item: jax.tree.map(on_one_device, saved_shapes(directory, item)) for item in items}
     )

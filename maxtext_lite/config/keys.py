@@ -64,6 +64,7 @@ from maxtext_lite.config.types import (
     StepsOrPartOfEpoch,
     StepsOrPartOfEpochOrMinusOne,
     StepsOrPartOfRun,
+    WhichParameters,
     data_path_text,
     make,
     stated_text,
@@ -585,6 +586,7 @@ class RunConfig(Section):
     on_resume_batch: Literal["keep", "config"]
     eval_interval: StepsOrPartOfEpochOrMinusOne
     eval_steps: CountOrMinusOne
+    eval_parameters: WhichParameters
     profiler_steps: StepsToTrace
     log_to: TrackerNames
     hooks: HookNames
@@ -651,6 +653,7 @@ class OptimizerConfig(Section):
     adam_b2: Decay
     adam_eps: NotNegative
     sgd_momentum: Decay
+    ema_decay: Decay
     routed_bias_update_rate: NotNegative
     weight_decay: NotNegative
     weight_decay_on_norms_and_embeddings: Flag

@@ -61,6 +61,7 @@ _IDLE = (
         lambda config: config.learning_rate_scaling == "none", "learning_rate_scaling", ("learning_rate_scaling_of",)
     ),
     _Idle(lambda config: not config.batch_schedule, "batch_schedule", ("batch_schedule_unit",)),
+    _Idle(lambda config: not config.ema_decay, "ema_decay", ("eval_parameters",), 0.999),
     _Idle(lambda config: not config.max_loss_spike, "max_loss_spike", ("loss_spike_action",)),
     _Idle(lambda config: config.tokenizer_type == "byte", "tokenizer_type", ("tokenizer_path",), "huggingface"),
     _Idle(lambda config: config.dtype != "float16", "dtype", ("loss_scale",), "float16"),
@@ -445,7 +446,7 @@ def _diloco(config: Config) -> Refusal | None:
     rule = "with enable_diloco=true: replicas differ between synchronizations"
     if config.max_loss_spike and config.loss_spike_action != "stop":
         return refuse(config, "loss_spike_action", rule, "stop", {"max_loss_spike": 0})
-    return refuse_unused(config, {"schedule_unit": "steps", "shard_optimizer_over_data": False}, rule)
+    return refuse_unused(config, {"schedule_unit": "steps", "shard_optimizer_over_data": False, "ema_decay": 0}, rule)
 
 
 def _remat_lists(config: Config) -> Refusal | None:

@@ -336,6 +336,8 @@ PositiveShare = Annotated[float, Field(gt=0, le=1, examples=[1])]
 """A number in (0, 1]."""
 Decay = Annotated[float, Field(ge=0, lt=1, examples=[0.9])]
 """A number in [0, 1): the decay of a running mean."""
+WhichParameters = Literal["trained", "ema"]
+"""The parameters of a run that are evaluated or exported: the trained ones, or their moving average."""
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5, examples=[0.49])]
 """A number in [0, 0.5)."""
 Exact = Annotated[Fraction, _positive(), _exactly]

@@ -11,6 +11,7 @@ from maxtext_lite.config import Config, Refusal, UserError, load_config, write_r
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
+from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
@@ -24,11 +25,10 @@ from maxtext_lite.hf.weights import export_model
 from maxtext_lite.parallel import Params, make_mesh, on_first_host, start_devices
 from maxtext_lite.training.arrays import num_elements
 from maxtext_lite.training.parameter_files import (
-    PARAMETERS,
     load_adapters,
     load_parameters,
+    parameters_in,
     save_parameters,
-    whole_checkpoint,
 )
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
@@ -93,7 +93,14 @@ def _write_config(out: Path, config: Config) -> None:
     write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
 
 
-def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge_lora: bool | None) -> str:
+def export_directory(
+    source: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    merge_lora: bool | None = None,
+    parameters: WhichParameters = "trained",
+) -> str:
     """Converts a run directory, or an imported one, to a Hugging Face directory; returns a summary.
 
     The weights have the number format of the Hugging Face directory that the model came from, unless weight_dtype is
@@ -125,8 +132,8 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         config = config.model_copy(update={"weight_dtype": dtype})
     abstract = _abstract_params(config)
     if config.lora_rank and not merge_lora:
-        return _export_adapters(source, out, abstract, fields, config)
-    params = load_parameters(source, abstract, "RUN_DIR")
+        return _export_adapters(source, out, abstract, fields, config, parameters)
+    params = load_parameters(source, abstract, "RUN_DIR", parameters)
     # Before the weights, which take time: what cannot be read is refused.
     on_first_host(out, lambda: carry_tokens(config, source, out))
     export_model(out, params, fields, dtype=dtype)
@@ -145,11 +152,14 @@ def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tup
     return stored, f", that of the model it came from (weight_dtype={trained} keeps the run's)"
 
 
-def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config) -> str:
+def _export_adapters(
+    source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config, parameters: WhichParameters
+) -> str:
     kind = fields["model_type"]
     keys = model_keys(fields, "config.json")
     mesh = jax.tree.leaves(abstract)[0].sharding.mesh
-    found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
+    directory, item = parameters_in(source, "RUN_DIR", parameters)
+    found = load_adapters(directory, mesh, item)
     if found is None:
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found

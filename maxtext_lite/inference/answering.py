@@ -99,7 +99,7 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
     ]:
         raise UserError(problems)
     with jax.default_matmul_precision(config.matmul_precision):
-        sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))
+        sampler = Sampler(*load_on_mesh(directory, config, asked.mesh, asked.parameters))
 
         def stream(prompts: list[list[int]]) -> TimedTokens:
             if problems := _length_problems(prompts, asked, config):  # of a later turn

@@ -52,7 +52,7 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
         with jax.default_matmul_precision(config.matmul_precision):
             return list(_scores(config, objective, source, *load(), rows_at_once=asked.rows_at_once))
 
-    found = scores(lambda: load_on_mesh(directory, config, asked.mesh))
+    found = scores(lambda: load_on_mesh(directory, config, asked.mesh, asked.parameters))
     if against := config.objective_kind.against:
         of_reference = scores(lambda: _reference(config, asked))
         found = [resolve(against)(own, other) for own, other in zip(found, of_reference, strict=True)]

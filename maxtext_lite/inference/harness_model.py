@@ -22,6 +22,7 @@ _ARGUMENTS = {
     "dtype": "dtype",
     "tensor": "ici_tensor_parallelism",
     "fsdp": "ici_fsdp_parallelism",
+    "parameters": "parameters",
 }  # beside the path: the keys of `evaluate` by other names
 _NO_MEANING = ("device", "max_batch_size")  # the harness adds them to --model_args by itself
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness has four names
@@ -73,6 +74,7 @@ class HarnessModel:
             max_length=asked.max_length,
             rows_at_once=asked.rows_at_once,
             mesh=asked.mesh,
+            parameters=asked.parameters,
         )
 
     @property

@@ -13,6 +13,7 @@ from maxtext_lite.config.types import (
     PathText,
     PositiveShare,
     Temperature,
+    WhichParameters,
 )
 
 
@@ -33,6 +34,7 @@ class GenerateConfig(BaseModel):
       stop_token_ids: tokens after which a text ends; for text, the default is end-of-text and the model's own.
       stop_strings: texts before which a text ends.
       seed: of the draws.
+      parameters: of a run: trained, or ema (their average).
       dtype: of activations; "": that of the directory's config.
       ici_tensor_parallelism: shards of heads, mlp and vocabulary.
       ici_fsdp_parallelism: shards of the rest of the parameters, and of the prompts.
@@ -53,6 +55,7 @@ class GenerateConfig(BaseModel):
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = []
     seed: DrawSeed = 0
+    parameters: WhichParameters = "trained"
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     ici_tensor_parallelism: Count = 1
     ici_fsdp_parallelism: Count = 1
@@ -76,6 +79,7 @@ class EvaluateConfig(BaseModel):
       max_length: tokens of one forward pass; for `data` of a run, the default is its max_target_length.
       stride: for `text`, tokens by which the window advances; the others in it are context. 0: max_length.
       rows_at_once: sequences of one forward pass.
+      parameters: of a run: trained, or ema (their average).
       dtype: of activations; "": that of the directory's config.
       ici_tensor_parallelism: shards of heads, mlp and vocabulary.
       ici_fsdp_parallelism: shards of the rest of the parameters, and of the rows.
@@ -90,6 +94,7 @@ class EvaluateConfig(BaseModel):
     max_length: AtLeastTwo = 1024
     stride: CountOrZero = 0
     rows_at_once: Count = 4
+    parameters: WhichParameters = "trained"
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     ici_tensor_parallelism: Count = 1
     ici_fsdp_parallelism: Count = 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted, nearest_clause, value_text
+from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.hf.adapter import adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.weights import load_hf_parameters
@@ -25,7 +26,7 @@ _FIRST_ROOM = 2**15  # new tokens that a cache has room for at first; it doubles
 
 
 def load_on_mesh(
-    directory: Path, config: Config, parallelism: Mapping[str, int]
+    directory: Path, config: Config, parallelism: Mapping[str, int], parameters: WhichParameters = "trained"
 ) -> tuple[Decoder, Params, jax.sharding.Mesh]:
     """The decoder of a run or of a Hugging Face directory, its newest parameters, and their mesh.
 
@@ -38,11 +39,12 @@ def load_on_mesh(
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))
-    if has_hf_weights(directory) and adapter_of(directory) is None:
+    if has_hf_weights(directory) and adapter_of(directory) is None and parameters == "trained":
         load = load_hf_parameters
     else:
-        from maxtext_lite.training.parameter_files import load_parameters as load  # Orbax, only here
+        from maxtext_lite.training.parameter_files import load_parameters  # Orbax, only here
 
+        load = functools.partial(load_parameters, parameters=parameters)
     with jax.set_mesh(mesh):
         return decoder, load(directory, abstract, "run_directory"), mesh
 

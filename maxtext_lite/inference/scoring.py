@@ -12,6 +12,7 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.data.documents import read_documents
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
@@ -155,6 +156,7 @@ class TextScorer:
       config: of the directory, from `directory_config`.
       max_length: tokens of one forward pass.
       mesh: sizes of the mesh axes tensor and fsdp.
+      parameters: of a run: trained, or ema (their average).
     Attributes:
       encoder: how texts of the model begin and end.
       tokenizer: that of the model's directory.
@@ -164,7 +166,16 @@ class TextScorer:
         its first use, it lacks parameters.
     """
 
-    def __init__(self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, mesh: Mapping[str, int]):
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        *,
+        max_length: int,
+        rows_at_once: int,
+        mesh: Mapping[str, int],
+        parameters: WhichParameters = "trained",
+    ):
         self._positions = positions = config.trainable_position_size
         if positions and max_length - 1 > positions:
             raise UserError(
@@ -184,7 +195,7 @@ class TextScorer:
         self._rows_at_once = rows_at_once
         self._dtype = config.dtype
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
-        self._load = functools.partial(load_on_mesh, directory, config, mesh)
+        self._load = functools.partial(load_on_mesh, directory, config, mesh, parameters)
         self.is_rendered = False
 
     @functools.cached_property
@@ -325,7 +336,12 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
     kind = "choices" if asked.choices else "cloze"
     questions = [] if asked.text else read_questions(asked.choices or asked.cloze, kind)
     scorer = TextScorer(
-        directory, config, max_length=asked.max_length, rows_at_once=asked.rows_at_once, mesh=asked.mesh
+        directory,
+        config,
+        max_length=asked.max_length,
+        rows_at_once=asked.rows_at_once,
+        mesh=asked.mesh,
+        parameters=asked.parameters,
     )
     if asked.text:
         texts = list(read_documents(find_files("text", asked.text), scorer.encoder))

@@ -137,6 +137,7 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
             "enable_diloco": _ITS_BATCH,
             "num_epochs": "where steps is the length of the run",
             "eval_per_device_batch_size": "where rollout_slots is the number of responses sampled at once",
+            "eval_parameters": "where the policy is evaluated",
             "grain_worker_count": "where the training process reads the prompts",
         }
     )

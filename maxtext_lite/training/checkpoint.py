@@ -33,8 +33,10 @@ from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_layout import (
+    AVERAGE,
     StageLayout,
     frozen_directory,
+    has_average,
     layer_dims_of,
     parameter_items,
     reshaped,
@@ -162,6 +164,16 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
 
 def _split_text(split: Mapping[str, Any]) -> str:
     return split_text(split["per_device_batch_size"], split["num_devices"], split["gradient_accumulation_steps"])
+
+
+def average_note(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """A sentence if the last start, after `step` steps, has switched the average on or off; else []."""
+    if len(starts) < 2 or starts[-1]["step"] != step:
+        return []
+    before, now = (float(start["settings"].get("ema_decay", 0)) for start in starts[-2:])
+    if now and not before:
+        return [f"ema_decay={now:g}: the average begins with the parameters after step {step:,}"]
+    return ["ema_decay=0: the average of the parameters is dropped"] if before and not now else []
 
 
 def schedule_change_note(
@@ -327,7 +339,11 @@ class CheckpointReader:
             # In the state of each replica, the dim of replicas comes before those of layers.
             is_replicated = abstract.outer is not None and part in OF_REPLICAS
             update_state[part] = layout.as_saved(tree, before=int(is_replicated))
-        restored = read_arrays(path, {"params": layout.as_saved(abstract.model_params), "update_state": update_state})
+        wanted = {"params": layout.as_saved(abstract.model_params), "update_state": update_state}
+        is_averaged = abstract.average is not None and has_average(path)
+        if is_averaged:
+            wanted[AVERAGE] = layout.as_saved(abstract.average)
+        restored = read_arrays(path, wanted)
         params = reshaped(restored["params"], abstract.model_params)
         update_state = reshaped(restored["update_state"], abstract.update_state)
         counts = _progress(about)
@@ -339,6 +355,12 @@ class CheckpointReader:
 
             frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
             state = dataclasses.replace(state, frozen=frozen)
+        if is_averaged:
+            state = dataclasses.replace(state, average=reshaped(restored[AVERAGE], abstract.average))
+        elif abstract.average is not None:  # a copy, as a step donates both
+            new = jax.tree.map(lambda p: jax.numpy.array(p, jax.numpy.float32), params)
+            where = jax.tree.map(lambda leaf: leaf.sharding, abstract.average)
+            state = dataclasses.replace(state, average=jax.device_put(new, where))
         return state, counts
 
     def restore_unfinished(self, abstract: Tree) -> Tree:
@@ -428,6 +450,8 @@ class Checkpointer(CheckpointReader):
             "update_state": ocp.args.StandardSave(state.update_state),
             "about": ocp.args.JsonSave(about),
         }
+        if state.average is not None:
+            items[AVERAGE] = ocp.args.StandardSave(state.average)
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
         self._newest = counts.step

@@ -91,7 +91,11 @@ class HeldOutLoss:
         run = self._run
         assert run.eval_source is not None
         where = sharding(run.mesh, EVAL_BATCH_AXES)
-        params = run.decoder.joined(state.model_params, state.frozen)
+        trained = state.model_params
+        if run.config.eval_parameters == "ema":
+            average = jax.device_put(state.average, jax.tree.map(lambda p: p.sharding, trained))
+            trained = jax.tree.map(lambda a, p: a.astype(p.dtype), average, trained)
+        params = run.decoder.joined(trained, state.frozen)
         scores: dict[str, list[Tree]] = {}
         for name, source in run.eval_source.named().items():
             scores[name] = []

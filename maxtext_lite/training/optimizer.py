@@ -125,6 +125,7 @@ class GradientAccumulation(optax.MultiSteps):
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
       on_host: between updates the state is in pinned host memory.
       has_rate: the inner optimizer applies its own learning rate.
+      ema_decay: of the moving average of the parameters; 0: there is none.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class GradientAccumulation(optax.MultiSteps):
         over_data: bool = False,
         on_host: bool = False,
         has_rate: bool = False,
+        ema_decay: float = 0.0,
     ):
         if biases is not None:
             inner = optax.masked(inner, jax.tree.map(operator.not_, biases))
@@ -155,6 +157,7 @@ class GradientAccumulation(optax.MultiSteps):
         self.over_data = over_data
         self.on_host = on_host
         self._has_rate = has_rate
+        self.ema_decay = ema_decay
 
     def init(self, params: Tree) -> optax.MultiStepsState:
         """The original's state before the first step, for float32 parameters; without an accumulator if
@@ -252,6 +255,12 @@ class GradientAccumulation(optax.MultiSteps):
             new_params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
             inner = WithMaster(inner, master)
         return new_params, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
+
+    def average(self, average: Tree, params: Tree, state: optax.MultiStepsState) -> Tree:
+        """The float32 moving average after an update to these parameters and this state."""
+        master = master_of(state)
+        wide = as_float32(params) if master is None else master
+        return jax.tree.map(lambda a, p: self.ema_decay * a + (1 - self.ema_decay) * p, average, wide)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra_args: Tree) -> tuple[Tree, Tree]:
         """As the original: at every `every_k_schedule`-th call the updates of the sum, otherwise zeros."""
@@ -443,6 +452,7 @@ def make_optimizer(
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,
         has_rate=own is not None,
+        ema_decay=config.ema_decay,
     )
 
 

@@ -17,13 +17,16 @@ from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import load_installed
+from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.models import Lora
 from maxtext_lite.models.lora import joined, merged
 from maxtext_lite.parallel import Params, Tree, sharding
 from maxtext_lite.training.parameter_layout import (
+    AVERAGE,
     StageLayout,
     frozen_directory,
+    has_average,
     layer_dims_of,
     parameter_items,
     reshaped,
@@ -138,6 +141,23 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
     raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}.")
 
 
+def parameters_in(path: str | Path, key: str, parameters: WhichParameters) -> tuple[Path, str]:
+    """The newest checkpoint whose parameters are intact, and the item that has them.
+
+    Raises:
+      UserError: there is none, or it has no average; names `key`.
+    """
+    item = AVERAGE if parameters == "ema" else "params"
+    directory = whole_checkpoint(path, key, (item, "about"))
+    if item == AVERAGE and not has_average(directory):
+        raise _no_average(f"{directory} was saved with ema_decay=0")
+    return directory, item
+
+
+def _no_average(why: str) -> UserError:
+    return UserError(f"parameters=ema: {why}. Nearest that works: parameters=trained.")
+
+
 def save_parameters(directory: Path, params: Params) -> None:
     """Writes parameters as the only checkpoint of a run directory, replacing an existing one. All hosts call it.
 
@@ -149,7 +169,9 @@ def save_parameters(directory: Path, params: Params) -> None:
     save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params))
 
 
-def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
+def load_parameters(
+    path: str | Path, abstract_params: Params, key: str, parameters: WhichParameters = "trained"
+) -> Params:
     """The parameters of a checkpoint, or of what a `Reader` reads, in the shapes and shardings of `abstract_params`.
 
     A checkpoint may have been saved from another pipeline. Adapters are merged into their frozen parameters.
@@ -160,16 +182,18 @@ def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Para
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     if reader := reader_of(path):
+        if parameters == "ema":
+            raise _no_average(f"{path} is no run")
         plain = reader.load(abstract_params, key)
         if reader.lora is None:
             return plain
         whole = sharding(jax.tree.leaves(plain)[0].sharding.mesh)
         return _merged(reader.lora, reader.load_adapters(plain, whole), plain)
-    directory = whole_checkpoint(path, key, PARAMETERS)
+    directory, item = parameters_in(path, key, parameters)
     mesh = jax.tree.leaves(abstract_params)[0].sharding.mesh
-    found = load_adapters(directory, mesh)
+    found = load_adapters(directory, mesh, item)
     if found is None:
-        return _read_parameters(directory, path, abstract_params, key)
+        return _read_parameters(directory, path, abstract_params, key, item)
     lora, adapters = found
     frozen = frozen_directory(directory.parent.parent)
     if not (frozen / "params").is_dir():
@@ -192,7 +216,7 @@ def _merged(lora: Lora, adapters: Params, params: Params) -> Params:
     return merge(params, adapters)
 
 
-def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Params] | None:
+def load_adapters(directory: Path, mesh: Mesh, item: str = "params") -> tuple[Lora, Params] | None:
     """The adapters of a checkpoint, replicated, with leaves of layers [L, ...]; None if it has none."""
     if not (directory / "about").is_dir():
         return None
@@ -202,9 +226,9 @@ def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Params] | None:
         return None
     whole = sharding(mesh)
     wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), saved_shapes(directory, "params")
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), saved_shapes(directory, item)
     )
-    restored = read_arrays(directory, {"params": wanted})["params"]
+    restored = read_arrays(directory, {item: wanted})[item]
     adapters = _with_layer_dims(restored, tuple(about["layer_dims"]), (-1,))
     return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
 
@@ -215,15 +239,17 @@ def _with_layer_dims(params: Params, before: tuple[int, ...], after: tuple[int, 
     return params | ({"layers": layers} if layers else {})
 
 
-def _read_parameters(directory: Path, path: str | Path, abstract_params: Params, key: str) -> Params:
-    saved = saved_shapes(directory, "params")
+def _read_parameters(
+    directory: Path, path: str | Path, abstract_params: Params, key: str, item: str = "params"
+) -> Params:
+    saved = saved_shapes(directory, item)
     with reading(directory):  # damage to an older checkpoint may only show here
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
     whole = sharding(jax.tree.leaves(abstract_params)[0].sharding.mesh)
     as_saved = _with_loads(as_saved, saved, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole))
     if problems := _shape_differences(saved, as_saved):
         raise UserError(f"{key}={path}: {'; '.join(problems[:3])}.{_model_keys_of(directory)}")
-    found = read_arrays(directory, {"params": as_saved})["params"]
+    found = read_arrays(directory, {item: as_saved})[item]
     return reshaped(_with_loads(found, abstract_params, _zeros), abstract_params)
 
 

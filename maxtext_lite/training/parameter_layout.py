@@ -16,6 +16,9 @@ from maxtext_lite.config.bucket import absolute
 from maxtext_lite.parallel import Params, Tree, TreePath, with_dims
 from maxtext_lite.training.saving import FORMAT
 
+AVERAGE = "average"
+"""The item of a checkpoint that has the moving average of the parameters."""
+
 
 def parameter_items(params: Params) -> dict[str, Any]:
     """The items of a checkpoint of parameters alone."""
@@ -23,6 +26,11 @@ def parameter_items(params: Params) -> dict[str, Any]:
         "params": ocp.args.StandardSave(params),
         "about": ocp.args.JsonSave({"format": FORMAT}),
     }
+
+
+def has_average(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds the moving average of the parameters."""
+    return (checkpoint / AVERAGE).is_dir()
 
 
 def frozen_directory(run_directory: Path) -> Path:

@@ -291,7 +291,8 @@ def _readable(directory: Path) -> Generator[None]:
 def _handlers() -> dict[str, Any]:
     """Orbax's handler of each item of a checkpoint: it warns of items that have none."""
     state = ocp.StandardCheckpointHandler
-    return {"params": state(), "update_state": state(), "unfinished": state(), "about": ocp.JsonCheckpointHandler()}
+    arrays = {item: state() for item in ("params", "average", "update_state", "unfinished")}
+    return {**arrays, "about": ocp.JsonCheckpointHandler()}
 
 
 class Saver:

@@ -11,7 +11,7 @@ from maxtext_lite.config.errors import counted, value_text, writing
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data.history import early_stop_note, mixture_sentences
 from maxtext_lite.training.arrays import num_elements
-from maxtext_lite.training.checkpoint import TrainProgress, moved_batch, schedule_change_note
+from maxtext_lite.training.checkpoint import TrainProgress, average_note, moved_batch, schedule_change_note
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import environment, write_json
@@ -81,6 +81,7 @@ def _data_text(run: TrainingRun) -> str:
 def _change_notes(run: TrainingRun, counts: TrainProgress, left: int, end: int) -> Iterator[str]:
     """What a resumed run does differently, and where its data end before its schedule."""
     yield from moved_batch(run.plan, run.starts, counts.step)
+    yield from average_note(run.starts, counts.step)
     if not run.has_own_schedule:
         yield from schedule_change_note(run.config, run.plan, run.starts, counts.step, counts.examples_seen)
         yield from early_stop_note(run.config, run.plan, steps=counts.step + left, examples_seen=end)

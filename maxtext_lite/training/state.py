@@ -27,7 +27,7 @@ from maxtext_lite.parallel import (
     with_dims,
     zero1_sharding,
 )
-from maxtext_lite.training.arrays import Device
+from maxtext_lite.training.arrays import Device, as_float32
 from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
 from maxtext_lite.training.optimizer import (
     GradientAccumulation,
@@ -107,6 +107,8 @@ class TrainState:
         notices, they stay as the failing step had them.
       outer: with local updates, the state that the replicas share; otherwise None.
       frozen: with LoRA, the decoder's parameters without adapters, which no step changes; otherwise None.
+      average: with ema_decay, the float32 moving average of `params` over all updates, which begins as the initial
+        parameters; sharded and offloaded like the optimizer's state. Otherwise None.
     """
 
     params: Params
@@ -116,6 +118,7 @@ class TrainState:
     skipped_in_a_row: Array
     outer: "OuterState | None" = None
     frozen: Params | None = None
+    average: Params | None = None
 
     @property
     def model_params(self) -> Params:
@@ -299,7 +302,8 @@ def _state_of(parts: StepContext, all_params: Params) -> TrainState:
         outer = local.outer_state(params, master_of(opt_state))
         params, opt_state, progress = local.copies((params, opt_state, progress))
     zero = jnp.zeros([], jnp.int32)
-    return TrainState(params, opt_state, progress, zero, zero, outer, frozen)
+    average = as_float32(params) if parts.optimizer.ema_decay else None
+    return TrainState(params, opt_state, progress, zero, zero, outer, frozen, average)
 
 
 def gradient_shardings(parts: StepContext) -> Tree:
@@ -325,7 +329,11 @@ def state_shardings(parts: StepContext) -> TrainState:
         has_masters = parts.optimizer.has_masters(decoder.trained(decoder.abstract_params))
         outer = local.outer_like(params, has_masters=has_masters)
         params, progress = jax.tree.map(per_replica, (params, progress))
-    return TrainState(params, _opt_state_shardings(parts), progress, everywhere, everywhere, outer, frozen)
+    average = None
+    if parts.optimizer.ema_decay:
+        memory = "pinned_host" if parts.optimizer.on_host else "device"
+        average = jax.tree.map(lambda where: where.with_memory_kind(memory), gradient_shardings(parts))
+    return TrainState(params, _opt_state_shardings(parts), progress, everywhere, everywhere, outer, frozen, average)
 
 
 def _opt_state_shardings(parts: StepContext) -> Tree:

@@ -76,14 +76,23 @@ def apply_gradients(
     update = functools.partial(_update_replica, parts, rate_at)
     if parts.local:
         update = vmap_over_data(update, parts.local.num_replicas, own=(0, 1, 2, 3))
-    opt_state = state.opt_state
-    opt_state_shardings = state_shardings(parts).opt_state
+    shardings = state_shardings(parts)
+    offloaded = (state.opt_state, state.average)
+    where = (shardings.opt_state, shardings.average)
     if parts.optimizer.on_host:
-        opt_state = copy_to_devices(opt_state, opt_state_shardings)
+        offloaded = copy_to_devices(offloaded, where)
+    opt_state, average = offloaded
     params, opt_state, progress, metrics = update(state.params, opt_state, state.progress, step, state.skipped_in_a_row)
+    if average is not None:
+        new_average = parts.optimizer.average(average, params, opt_state)
+        average = choose(~metrics["skipped"], new_average, average)
+    offloaded = (opt_state, average)
     if parts.optimizer.on_host:
-        opt_state = jax.device_put(opt_state, opt_state_shardings)
-    state = dataclasses.replace(state, params=params, opt_state=opt_state, progress=progress, step=state.step + 1)
+        offloaded = jax.device_put(offloaded, where)
+    opt_state, average = offloaded
+    state = dataclasses.replace(
+        state, params=params, opt_state=opt_state, average=average, progress=progress, step=state.step + 1
+    )
     if not parts.local:
         state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
     return state, metrics
