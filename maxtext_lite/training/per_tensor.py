@@ -1,12 +1,16 @@
 """Optimizers that treat each tensor by itself: adafactor and muon on stacks of layers and of experts."""
 
+import math
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
 from maxtext_lite.config import OptimizerConfig
 from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
-from maxtext_lite.parallel import Tree, TreePath
+from maxtext_lite.parallel import Tree, TreePath, over_whole_matrices, sharding, zero1_sharding
 from maxtext_lite.training.arrays import map_axes
 
 
@@ -57,58 +61,79 @@ def adafactor(axes: Tree) -> optax.GradientTransformation:
     return per_tensor(inner, axes)
 
 
-def _vmap_dim(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """Maps `inner` over the dim `name` of the parameters that have one, and keeps the dim's sharding.
+class MomentumState(NamedTuple):
+    """The number of updates, and the mean of their gradients."""
 
-    The state is `inner`'s. Counts are shared by all parameters.
-    """
-    places = map_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
-    dim_of = dict(jax.tree_util.tree_leaves_with_path(places))
-    if not dim_of:
-        return inner
+    count: Array
+    mu: Tree
 
-    def dim(path: TreePath, _: Array) -> int | None:
-        for start in range(len(path)):  # the state's paths end in those of the parameters
-            if path[start:] in dim_of:
-                return dim_of[path[start:]]
-        return None
 
-    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        in_axes = tuple(jax.tree_util.tree_map_with_path(dim, tree) for tree in (updates, state, params))
-        return jax.vmap(inner.update, in_axes=in_axes, out_axes=in_axes[:2])(updates, state, params)
+def _nesterov(beta: float) -> optax.GradientTransformation:
+    """Nesterov's momentum as Optax's Muon has it, with both means corrected for their start at zero."""
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params: Tree) -> MomentumState:
+        return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: Tree, state: MomentumState, params: Tree = None) -> tuple[Tree, MomentumState]:
+        del params
+        count = state.count + 1
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        ahead = optax.tree.bias_correction(mu, beta, count + 1)
+        now = optax.tree.bias_correction(updates, beta, count)
+        return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), MomentumState(count, mu)
+
+    return optax.GradientTransformation(init, update)
 
 
 def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms. Both have Nesterov's
-    momentum, which Optax applies to both or neither.
+    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
+    momentum.
 
-    Source: Jordan et al. 2024.
+    Source: Jordan et al. 2024; the updates' size by Liu et al. 2025, arXiv:2502.16982, section 2.2.
     """
 
-    def dimension_numbers(
-        leaf: tuple[str, ...],
-    ) -> optax.contrib.MuonDimensionNumbers | None:
-        """The input and output dims of a stacked projection; None where Muon does not apply."""
-        if unstacked(leaf) == leaf or not is_matrix(leaf):
-            return None
-        matrix = per_tensor_axes(leaf)
-        dims = tuple(range(-len(matrix), 0))
-        split = num_inputs(matrix)
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=dims[:split], output_axis=dims[split:])
-
-    # Optax's muon applies a learning rate: 1 leaves it to the train step, and -1 undoes the sign.
-    both = optax.contrib.muon(
-        learning_rate=1.0,
-        beta=config.adam_b1,
-        adam_b1=config.adam_b1,
-        adam_b2=config.adam_b2,
-        eps=config.adam_eps,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=map_axes(dimension_numbers, axes),
+    # Without a mean of its own, Optax's Muon is the Newton-Schulz steps.
+    steps = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, eps=config.adam_eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
     )
-    # It merges all dims before a matrix. Only the first of them can stay split: it must be the layers'.
-    for name in ("repeats", "experts"):
-        both = _vmap_dim(name, both, axes)
-    return optax.chain(both, optax.scale(-1.0))
+
+    def orthogonalize(x: Array, axes: tuple[str, ...]) -> Array:
+        matrix = per_tensor_axes(axes)
+        num_stacked = len(axes) - len(matrix)
+        cut = num_stacked + num_inputs(matrix)
+        rows = math.prod(x.shape[num_stacked:cut])
+        columns = math.prod(x.shape[cut:])
+
+        def of_stack(stack: Array) -> Array:
+            flat = stack.reshape(-1, rows, columns)
+            return steps.update(flat, steps.init(flat))[0].reshape(stack.shape)
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            x = of_stack(x)
+        else:
+            where = sharding(mesh, axes)
+            if config.shard_optimizer_over_data:
+                where = zero1_sharding(where, x.shape)
+            apart = ("data",) if config.enable_diloco else ()
+            x = over_whole_matrices(of_stack, x, where, num_stacked, apart)
+        return 0.2 * jnp.sqrt(max(rows, columns)) * x
+
+    def is_masked(node: object) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def orthogonalize_all(updates: Tree, _: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x, axes: x if is_masked(x) else orthogonalize(x, axes), updates, axes, is_leaf=is_masked
+        )
+
+    def label(leaf: tuple[str, ...]) -> str:
+        return "muon" if unstacked(leaf) != leaf and is_matrix(leaf) else "adam"
+
+    return optax.partition(
+        {
+            "muon": optax.chain(_nesterov(config.adam_b1), optax.stateless(orthogonalize_all)),
+            "adam": optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps, nesterov=True),
+        },
+        map_axes(label, axes),
+    )
