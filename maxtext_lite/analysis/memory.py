@@ -620,7 +620,7 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
     if config.optimizer == "muon":
         from maxtext_lite.analysis.optimizer_state import count_orthogonalized
 
-        work = 4 * copies * count_orthogonalized(config, **mesh)
+        work = 4 * count_orthogonalized(config, mesh)
         why = "before and after a step, in float32"
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if has_outer and config.diloco_outer_momentum:

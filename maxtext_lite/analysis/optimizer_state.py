@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from maxtext_lite.batching.parameters import parts_on_device, weights_by_part
 from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.config import Config, ModelConfig
-from maxtext_lite.config.weights import Weight, num_parts
+from maxtext_lite.config.weights import MESH_AXES_OF_WEIGHTS, Weight, num_inputs, num_parts, per_tensor_axes
+
+NEWTON_SCHULZ_STEPS = 5  # of Optax's Muon
 
 
 def count_factored(config: ModelConfig, **mesh: int) -> int:
@@ -22,26 +25,65 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
     return elements
 
 
-def count_orthogonalized(config: Config, **mesh: int) -> int:
-    """Elements per device that Muon's Newton-Schulz steps work with, if all stacks run side by side as compiled.
+class Orthogonalized(NamedTuple):
+    """One stack of matrices in an update of Muon, after the devices have exchanged their parts of it.
 
-    Each trained matrix counts before and after a step, split over tensor, expert and stage only, and in two layouts of
-    the device's own part where it is split further. With shard_optimizer_over_data a device has its share of the stack.
+    Attributes:
+      matrices: whole ones on each device, zeros that fill up the stack included.
+      elements: of one matrix.
+      products: multiplications on a device, each with an addition.
+      exchanged: the mesh axes that split each dim of a matrix, for an all-to-all there and one back.
+      shared: the mesh axes whose devices had the same parts and gather the updates.
+      gathered: elements that each device then has.
     """
-    whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
-    elements = 0
+
+    matrices: int
+    elements: int
+    products: int
+    exchanged: list[tuple[str, ...]]
+    shared: tuple[str, ...]
+    gathered: int
+
+
+def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogonalized]:
+    """Every stack of trained matrices of the layers; a device does it for each replica of local updates it holds.
+
+    Args:
+      mesh: size of each mesh axis.
+    """
+    copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
     for count, weight in trained_matrices(config, mesh):
-        here = math.prod(parts_on_device(weight, mesh))
-        parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
-        gathered = math.prod(weight.sizes) // math.prod(parts)
         over_data = axis_over_data(config, mesh, count, weight)
-        if over_data:
-            here //= mesh["data"]
+        axes = per_tensor_axes(weight.axes)
+        dims = weight.sizes[len(weight.sizes) - len(axes) :]
+        cut = num_inputs(axes)
+        m, n = sorted((math.prod(dims[:cut]), math.prod(dims[cut:])))
+        exchanged = [(*MESH_AXES_OF_WEIGHTS[axis], *(["data"] if axis == over_data else [])) for axis in axes]
+        exchanged = [names for names in exchanged if math.prod(mesh[name] for name in names) > 1]
+        stack = count * math.prod(parts_on_device(weight, mesh)[: -len(axes)])
+        taken = {"stage", *(name for names in exchanged for name in names)}
+        if "experts" in weight.axes:
+            taken.add("expert")
         if over_data == STACKED:
-            gathered //= mesh["data"]
-        elements += count * 2 * gathered
-        if here < gathered:
-            elements += count * 2 * here
+            stack //= mesh["data"]
+        if over_data == STACKED or config.enable_diloco:
+            taken.add("data")
+        shared = tuple(name for name in mesh if name not in taken and mesh[name] > 1)
+        parts = math.prod(mesh[name] for names in exchanged for name in names)
+        num_shared = math.prod(mesh[name] for name in shared)
+        matrices = copies * -(-stack // (parts * num_shared))
+        products = NEWTON_SCHULZ_STEPS * matrices * (2 * m * m * n + m**3)
+        yield Orthogonalized(matrices, m * n, products, exchanged, shared, num_shared * matrices * m * n)
+
+
+def count_orthogonalized(config: Config, mesh: Mapping[str, int]) -> int:
+    """Elements per device that Muon's Newton-Schulz steps work with, if all stacks run side by side as compiled: each
+    matrix before and after a step, in two more layouts where parts are exchanged, and the updates where they are
+    gathered."""
+    elements = 0
+    for each in orthogonalized(config, mesh):
+        elements += (4 if each.exchanged or each.shared else 2) * each.matrices * each.elements
+        elements += each.gathered if each.shared else 0
     return elements
 
 

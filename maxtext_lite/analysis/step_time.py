@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from maxtext_lite.analysis.memory import DeviceStep, loss_tiles, offloaded_activations, tokens_of_device
-from maxtext_lite.analysis.optimizer_state import STACKED, axis_over_data, trained_matrices
+from maxtext_lite.analysis.optimizer_state import orthogonalized
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.parameters import (
@@ -26,7 +26,6 @@ from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes
 from maxtext_lite.config import Config, adapted_weights, remat_of
 from maxtext_lite.config.weights import (
-    MESH_AXES_OF_WEIGHTS,
     Weight,
     layer_kind,
     model_shape,
@@ -35,64 +34,6 @@ from maxtext_lite.config.weights import (
     per_tensor_axes,
     stacks_of,
 )
-
-_STEPS = 5
-
-
-class Orthogonalized(NamedTuple):
-    """The work of one stack of matrices on a device, in one update.
-
-    Attributes:
-      products: multiplications, each with an addition.
-      matrix, square: elements of X and of A once they are gathered over `rows`, the mesh axes that split m.
-      reduced: elements of A, summed over `columns`, the mesh axes that split n.
-    """
-
-    products: float
-    matrix: float
-    square: float
-    rows: tuple[str, ...]
-    reduced: float
-    columns: tuple[str, ...]
-
-
-def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogonalized]:
-    """Every stack of trained matrices of the layers.
-
-    Args:
-      mesh: size of each mesh axis. Replicas along `data` all do the same, or with shard_optimizer_over_data each its
-        share; a device does it for each replica of local updates that it holds.
-    """
-    copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
-    for count, weight in trained_matrices(config, mesh):
-        over_data = axis_over_data(config, mesh, count, weight)
-        axes = per_tensor_axes(weight.axes)
-        dims = weight.sizes[len(weight.sizes) - len(axes) :]
-        cut = num_inputs(axes)
-        sides = [(math.prod(dims[:cut]), axes[:cut]), (math.prod(dims[cut:]), axes[cut:])]
-        (m, of_rows), (n, of_columns) = sorted(sides, key=lambda side: side[0])
-        row_axes = _mesh_axes(of_rows, over_data)
-        column_axes = _mesh_axes(of_columns, over_data)
-        rows = math.prod(mesh[axis] for axis in row_axes)
-        columns = math.prod(mesh[axis] for axis in column_axes)
-        experts = math.prod(weight.sizes) // (m * n)
-        if "experts" in weight.axes:
-            experts //= num_parts("experts", mesh)
-        replicas = mesh["data"] if over_data == STACKED else 1
-        times = _STEPS * copies * count * experts / replicas
-        products = times * (2 * m * m * n / (rows * columns) + m**3 / rows)
-        square = times * m * m
-        yield Orthogonalized(products, times * m * n / columns, square, row_axes, square / rows, column_axes)
-
-
-def _mesh_axes(axes: tuple[str, ...], over_data: str | None) -> tuple[str, ...]:
-    """The mesh axes that split one side of a matrix. Over `data` only the first of the side's own axes splits it,
-    because XLA gathers the others before it merges them."""
-    mesh_axes = ["data"] if over_data == axes[0] else []
-    for axis in axes:
-        mesh_axes += MESH_AXES_OF_WEIGHTS[axis]
-    return tuple(mesh_axes)
-
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
 
@@ -438,16 +379,19 @@ class StepModel:
         )
 
     def _newton_schulz(self) -> tuple[float, float]:
-        """Seconds of the products and of the collectives of Muon's update.
+        """Seconds of the products and of the collectives of Muon's update, which cross in float32.
 
-        GPUs compute it in float32, and gather a matrix for each of its two products; TPUs in bfloat16, and once.
+        GPUs compute it in float32, TPUs in bfloat16.
         """
-        dtype, width, gathers = ("bfloat16", 2, 1) if self._on_tpu else ("float32", 4, 2)
-        stacks = list(orthogonalized(self._config, self._sizes))
-        sent = (self._ring(each.rows, width * (gathers * each.matrix + each.square)) for each in stacks)
-        reduced = (self._ring(each.columns, 2 * 4 * each.reduced) for each in stacks)
-        peak = matmul_peak(self._device, dtype) or self._plain_peak
-        return sum(2 * each.products for each in stacks) / peak, sum(sent) + sum(reduced)
+        peak = matmul_peak(self._device, "bfloat16" if self._on_tpu else "float32") or self._plain_peak
+        products = 0
+        sent = 0.0
+        for stack in orthogonalized(self._config, self._sizes):
+            products += stack.products
+            for axes in stack.exchanged:
+                sent += 2 * self._ring(axes, 4 * stack.matrices * stack.elements)
+            sent += self._ring(stack.shared, 4 * stack.gathered)
+        return 2 * products / peak, sent
 
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
