@@ -1,4 +1,4 @@
-"""Writes the schemas that vllm and sglang publish for the routes and fields that rollouts use (see `server_kinds`).
+"""Writes the schemas that vllm and sglang publish for the routes and fields that rollouts use (see `servers`).
 
     python scripts/make_server_schemas.py vllm            # the vllm that this Python imports: pip install vllm
     python scripts/make_server_schemas.py sglang DIR      # the unpacked wheel of sglang, beside its package msgspec

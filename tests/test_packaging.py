@@ -136,7 +136,7 @@ DISTRIBUTIONS = {
 EXTRA_OF = {
     "config.bucket": "gcs",
     "harness": "harness",
-    "post_training.http_client": "servers",
+    "post_training.servers": "servers",
 }
 
 

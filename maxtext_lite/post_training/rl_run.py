@@ -227,8 +227,7 @@ def _engine(
     if config.rollout_engine != "local":
         if importlib.util.find_spec("httpx2") is None:
             raise UserError(f"rollout_engine={config.rollout_engine} needs httpx2: {install_text('servers')}.")
-        from maxtext_lite.post_training.http_engine import HttpEngine
-        from maxtext_lite.post_training.server_kinds import SERVER_KINDS
+        from maxtext_lite.post_training.servers import SERVER_KINDS, HttpEngine
 
         return HttpEngine(
             SERVER_KINDS[config.rollout_engine]("rollout_url", config.rollout_url),

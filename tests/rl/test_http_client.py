@@ -11,9 +11,9 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models.decoding import Sampling
-from maxtext_lite.post_training.http_client import Server
-from maxtext_lite.post_training.server_answers import (
+from maxtext_lite.post_training.servers import (
     Asked,
+    Server,
     read_generation,
     read_vllm_completion,
 )
@@ -72,7 +72,7 @@ def ask(server, request):
 
 
 def post(server, **how):
-    return ask(server, lambda server: server.post("/v1/do", {"b": 2}, **how))
+    return ask(server, lambda server: server.ask("POST", "/v1/do", {"b": 2}, **how))
 
 
 def drip(head):
@@ -93,7 +93,9 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
     with serving(answer, answer) as (port, heard):
         server = server_at(port)
         assert post(server) == {"a": "é"}
-        assert ask(server, lambda server: server.get("/v1/about?all=1")) == {"a": "é"}
+        assert ask(server, lambda server: server.ask("GET", "/v1/about?all=1")) == {
+            "a": "é"
+        }
     assert server.name == f"rollout_url=http://***@127.0.0.1:{port}/v1/"
     head, _, body = heard[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/do HTTP/1.1\r\n")

@@ -13,8 +13,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoding import Sampling
-from maxtext_lite.post_training import http_engine
-from maxtext_lite.post_training.http_engine import WEIGHTS
+from maxtext_lite.post_training import servers
 from maxtext_lite.post_training.rl_run import open_rl_run
 from maxtext_lite.post_training.rollout import Request
 from maxtext_lite.post_training.rollout_steps import train_rl
@@ -74,7 +73,10 @@ def test_greedy_responses_are_those_of_the_local_engine_after_every_update(
             )
         found.append([response.token_ids for response in responses])
     assert found[0] == found[2] != found[1]
-    assert sorted(path.name for path in (tmp_path / WEIGHTS).iterdir()) == ["0", "1"]
+    assert sorted(path.name for path in (tmp_path / servers.WEIGHTS).iterdir()) == [
+        "0",
+        "1",
+    ]
 
 
 def test_draws_depend_on_seed_and_key(engine, server, tmp_path):
@@ -116,7 +118,7 @@ def test_an_update_that_is_not_done_ends_the_run(
     kind, route, answer, server, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        http_engine,
+        servers,
         "export_model",
         lambda directory, *_, **__: directory.mkdir(parents=True),
     )
