@@ -27,11 +27,8 @@ from maxtext_lite.models import DecoderShape, ExpertShape, Scoring, soft_capped
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.layers import HEADS_AXES, OutputHead
 from maxtext_lite.models.ops import TOKENS, project_array
-from maxtext_lite.operations.kernel_references import plain_attention, plain_experts
 from maxtext_lite.parallel import (
     constrain,
-    context_order,
-    context_shards,
     in_context_order,
     num_shards,
     sharding,
@@ -61,21 +58,32 @@ _MOST_WIDTH = 1024
 Kernel = Callable[..., jax.Array]
 
 
+class Normal(NamedTuple):
+    """An array of normal numbers of variance 1 / `of`, sharded by its axes."""
+
+    axes: Sequence[str | None]
+    sizes: Sequence[int]
+    dtype: DTypeLike
+    of: int = 1
+
+    def draw(self, key: jax.Array) -> jax.Array:
+        """Draws the numbers."""
+        return constrain((jax.random.normal(key, tuple(self.sizes)) / self.of**0.5).astype(self.dtype), self.axes)
+
+
 class Piece(NamedTuple):
     """A kernel or a number format, and the plain arithmetic that it must match.
 
     Attributes:
       setting: the setting that selects it; `instead`: one to use in its place.
-      names: of the arrays to differentiate by.
-      draw: (key, rows) -> those arrays, in the run's dtype.
+      arrays: (rows) -> the arrays to differentiate by, in the run's dtype, by name.
       kernel, plain: (rows) -> the function of those arrays.
       least: the least bound of its error.
     """
 
     setting: str
     instead: str
-    names: Sequence[str]
-    draw: Callable[[jax.Array, Rows], Sequence[jax.Array]]
+    arrays: Callable[[Rows], Mapping[str, Normal]]
     kernel: Callable[[Rows], Kernel]
     plain: Callable[[Rows], Kernel]
     least: float
@@ -86,7 +94,7 @@ def compare(kernel: Kernel, plain: Kernel, arrays: Sequence[jax.Array], least: f
 
     The error is the 2-norm of the difference in the worst block of 128 tokens (or other entries of the second dim) of a
     row, relative to the norm of the block plus a tenth of the mean block's. The truth is `plain` in float32; the bound
-    is four times the error of `kernel_references` in the arrays' dtype, and at least `least`.
+    is four times the error of `plain` in the arrays' dtype, and at least `least`.
     """
 
     def with_gradients(function: Kernel, arrays: Sequence[jax.Array], g: jax.Array | None) -> list[jax.Array]:
@@ -134,7 +142,7 @@ def check_kernels(run: TrainingRun, batch: Rows, chosen: Mapping[str, int], say:
         began = time.perf_counter()
         numbers = np.asarray(jax.device_get(errors_of(piece, run.parts, batch)))
         seconds = time.perf_counter() - began
-        results = ("result", *(f"d{name}" for name in piece.names))
+        results = ("result", *(f"d{name}" for name in piece.arrays(batch)))
         errors = dict(zip(results, numbers.tolist(), strict=True))
         said = ", ".join(f"{name} {error:.2g} of {bound:.2g}" for name, (error, bound) in errors.items())
         say(f"{piece.setting} beside plain arithmetic in float32, relative errors and bounds: {said} ({seconds:.1f} s)")
@@ -155,8 +163,10 @@ def errors_of(piece: Piece, parts: StepContext, batch: Rows) -> jax.Array:
     mesh = parts.mesh
 
     def of_replica(key: jax.Array, rows: Rows) -> jax.Array:
-        arrays = piece.draw(key, rows)
-        return compare(piece.kernel(rows), piece.plain(rows), arrays, piece.least, jax.random.fold_in(key, 1))
+        normals = piece.arrays(rows).values()
+        of_gradient, *keys = jax.random.split(key, len(normals) + 1)
+        arrays = [normal.draw(each) for normal, each in zip(normals, keys, strict=True)]
+        return compare(piece.kernel(rows), piece.plain(rows), arrays, piece.least, of_gradient)
 
     def of_batch(key: jax.Array, batch: Rows) -> jax.Array:
         rows = in_context_order(parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
@@ -197,34 +207,26 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
     """The attention kernel in layers with this scoring. Results at padding are unused and not compared."""
     N = shape.num_query_heads
     H = shape.head_dim
-    W = shape.value_dim
     K = N if shape.latent else shape.num_kv_heads
-    names = ("q", "k", "v", "sink")[: 4 if shape.sinks else 3]
 
-    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        *keys, of_sinks = jax.random.split(key, 4)
-        sizes = [(*rows["segments"].shape, *size) for size in ((N, H), (K, H), (K, W))]
-        heads = [_normal(key, HEADS_AXES, size, shape.dtype) for key, size in zip(keys, sizes, strict=True)]
-        return heads + ([_normal(of_sinks, ("activation_heads",), (N,), jnp.float32)] if shape.sinks else [])
+    def arrays(rows: Rows) -> dict[str, Normal]:
+        tokens = rows["segments"].shape
+        widths = {"q": (N, H), "k": (K, H), "v": (K, shape.value_dim)}
+        found = {name: Normal(HEADS_AXES, (*tokens, *width), shape.dtype) for name, width in widths.items()}
+        return found | ({"sink": Normal(("activation_heads",), (N,), jnp.float32)} if shape.sinks else {})
 
-    def of_tokens(function: Kernel, segment_BT: jax.Array) -> Kernel:
-        return lambda *arrays: jnp.where((segment_BT > 0)[..., None, None], function(*arrays), 0)
-
-    def kernel(rows: Rows) -> Kernel:
-        how: Any = {"kernel": shape.attention, "strategy": shape.context_strategy, "scoring": scoring}
+    def by(kernel: str, rows: Rows) -> Kernel:
         segment_BT = rows["segments"]
-        return of_tokens(lambda q, k, v, *sink: attention(q, k, v, segment_BT, *sink, **how), segment_BT)
 
-    def plain(rows: Rows) -> Kernel:
-        segment_BT = rows["segments"]
-        shards = context_shards()
-        T = segment_BT.shape[1]
-        place_T = np.arange(T) if shards == 1 else context_order(T, shards)
-        how: Any = {"segment_BT": segment_BT, "place_T": place_T, "scoring": scoring}
-        return of_tokens(functools.partial(plain_attention, **how), segment_BT)
+        def of_tokens(q: jax.Array, k: jax.Array, v: jax.Array, *sink: jax.Array) -> jax.Array:
+            how: Any = {"kernel": kernel, "strategy": shape.context_strategy, "scoring": scoring}
+            return jnp.where((segment_BT > 0)[..., None, None], attention(q, k, v, segment_BT, *sink, **how), 0)
+
+        return of_tokens
 
     setting = f"attention={shape.attention}" + ("" if scoring.window is None else f" with windows of {scoring.window}")
-    return Piece(setting, "attention=dot_product", names, draw, kernel, plain, least)
+    kernel, plain = (functools.partial(by, name) for name in (shape.attention, "dot_product"))
+    return Piece(setting, "attention=dot_product", arrays, kernel, plain, least)
 
 
 def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
@@ -234,71 +236,65 @@ def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Pi
     shards = num_shards("experts")
     count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
     few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}
-    experts = dataclasses.replace(experts, **few)
+    few_experts = dataclasses.replace(experts, **few)
     D = shape.emb_dim
     F = experts.mlp_dim
-    J = experts.num_per_token
+    J = few_experts.num_per_token
 
-    def chosen(rows: Rows) -> jax.Array:
+    def arrays(rows: Rows) -> dict[str, Normal]:
+        tokens = rows["segments"].shape
+        of_tokens = ("batch", "length", None)
+        inwards = Normal(("experts", "expert_embed", "mlp"), (count, D, F), shape.dtype, of=D)
+        return {
+            "x": Normal(of_tokens, (*tokens, D), shape.dtype),
+            "share": Normal(of_tokens, (*tokens, J), jnp.float32),
+            "gate": inwards,
+            "up": inwards,
+            "down": Normal(("experts", "mlp", "expert_embed"), (count, F, D), shape.dtype, of=F),
+        }
+
+    def by(experts: ExpertShape, rows: Rows) -> Kernel:
         segment_BT = rows["segments"]
         score_BTE = jax.random.uniform(jax.random.key(1), (*segment_BT.shape, count))
-        return jnp.where((segment_BT > 0)[..., None], jax.lax.top_k(score_BTE, J)[1], count)
+        chosen_BTJ = jnp.where((segment_BT > 0)[..., None], jax.lax.top_k(score_BTE, J)[1], count)
+        return lambda x, share, *weights: dropless(x, chosen_BTJ, share, ExpertWeights(*weights), experts)
 
-    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        keys = jax.random.split(key, 5)
-        tokens = rows["segments"].shape
-        inwards = ("experts", "expert_embed", "mlp")
-        outwards = ("experts", "mlp", "expert_embed")
-        return [
-            _normal(keys[0], ("batch", "length", None), (*tokens, D), shape.dtype),
-            _normal(keys[1], ("batch", "length", None), (*tokens, J), jnp.float32),
-            _normal(keys[2], inwards, (count, D, F), shape.dtype, of=D),
-            _normal(keys[3], inwards, (count, D, F), shape.dtype, of=D),
-            _normal(keys[4], outwards, (count, F, D), shape.dtype, of=F),
-        ]
-
-    def kernel(rows: Rows) -> Kernel:
-        return lambda x, share, *weights: dropless(x, chosen(rows), share, ExpertWeights(*weights), experts)
-
-    def plain(rows: Rows) -> Kernel:
-        how: Any = {"expert_BTJ": chosen(rows), "activation": experts.activation, "on_input": experts.on_input}
-        return functools.partial(plain_experts, **how)
-
-    setting = f"num_experts={shape.experts and shape.experts.num_experts} by the kernel {experts.matmul}"
-    instead = "capacity_factor=2, whose experts need no such kernel"
-    least = max(least, 2 * _OF_FORMAT[experts.quantization])  # three matmuls in a row
-    return Piece(setting, instead, ("x", "share", "gate", "up", "down"), draw, kernel, plain, least)
+    plain = dataclasses.replace(few_experts, matmul="ragged_dot", quantization="none")
+    return Piece(
+        f"num_experts={experts.num_experts} by the kernel {experts.matmul}",
+        "capacity_factor=2, whose experts need no such kernel",
+        arrays,
+        functools.partial(by, few_experts),
+        functools.partial(by, plain),
+        max(least, 2 * _OF_FORMAT[experts.quantization]),  # three matmuls in a row
+    )
 
 
 def projection_piece(shape: DecoderShape, least: float) -> Piece:
     """A matmul with a layer's weight in the run's eight-bit format."""
     axes = ("embed", "mlp")
     D = shape.emb_dim
-    F = shape.mlp_dim
 
-    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        of_x, of_weight = jax.random.split(key)
-        x_BTD = _normal(of_x, ("batch", "length", None), (*rows["segments"].shape, D), shape.dtype)
-        return [x_BTD, _normal(of_weight, axes, (D, F), shape.dtype, of=D)]
+    def arrays(rows: Rows) -> dict[str, Normal]:
+        x = Normal(("batch", "length", None), (*rows["segments"].shape, D), shape.dtype)
+        return {"x": x, "weight": Normal(axes, (D, shape.mlp_dim), shape.dtype, of=D)}
 
     def kernel(rows: Rows) -> Kernel:
         return lambda x, weight: project_array(x, weight, axes, TOKENS, shape.grad_dtype, shape.quantization)
 
     setting = f"quantization={shape.quantization}"
-    return Piece(setting, "quantization=none", ("x", "weight"), draw, kernel, lambda rows: jnp.matmul, least)
+    return Piece(setting, "quantization=none", arrays, kernel, lambda rows: jnp.matmul, least)
 
 
 def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, least: float) -> Piece:
     """The loss in `num_tiles` tiles of the tokens, for hidden states of at most 1024 dims."""
     D = min(shape.emb_dim, _MOST_WIDTH)
-    V = shape.vocab_size
     cap = shape.final_soft_cap
     multiplier = shape.logits_multiplier
 
-    def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        of_x, of_head = jax.random.split(key)
-        x_BTD = _normal(of_x, ("end_batch", "length", None), (*rows["targets"].shape, D), shape.dtype)
-        return [x_BTD, _normal(of_head, HEAD_AXES, (D, V), shape.dtype, of=D)]
+    def arrays(rows: Rows) -> dict[str, Normal]:
+        x = Normal(("end_batch", "length", None), (*rows["targets"].shape, D), shape.dtype)
+        return {"x": x, "head": Normal(HEAD_AXES, (D, shape.vocab_size), shape.dtype, of=D)}
 
     def kernel(rows: Rows) -> Kernel:
         how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
@@ -325,9 +321,4 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
         return loss
 
     setting = f"num_vocab_tiling={num_tiles}"
-    return Piece(setting, "num_vocab_tiling=1", ("x", "head"), draw, kernel, plain, least)
-
-
-def _normal(key: jax.Array, axes: Sequence[str | None], sizes: Sequence[int], dtype: DTypeLike, of: int = 1) -> Any:
-    """Normal numbers of variance 1 / `of`, sharded by their axes."""
-    return constrain((jax.random.normal(key, tuple(sizes)) / of**0.5).astype(dtype), axes)
+    return Piece(setting, "num_vocab_tiling=1", arrays, kernel, plain, least)

@@ -13,7 +13,6 @@ from maxtext_lite.kernels.splash import MostTokens, splash_attention
 from maxtext_lite.models import Scoring
 from maxtext_lite.models import attention as tile_layout
 from maxtext_lite.models.attention import attention, tiled_attention
-from maxtext_lite.operations.kernel_references import plain_attention
 from maxtext_lite.parallel import vmap_over_data
 from tests.meshes import mesh_of
 from tests.models import exact
@@ -109,24 +108,6 @@ def test_a_kernel_equals_float64_attention(
         given = (*arrays, sink if sinks else None)
         with jax.default_matmul_precision("highest"):
             assert_close(run(*given), exact.attention(*given, scoring))
-
-
-def test_plain_attention_equals_float64_attention_of_tokens_in_any_order():
-    """What a run compares its kernels with. Its place in the row says where a token is."""
-    q, k, v, segment, g = inputs(24, value_dim=6)
-    place = np.array([*range(6), *range(18, 24), *range(6, 18)])
-    for scoring in (EVERYTHING, Scoring()):
-        want = exact.attention(q, k, v, segment, g, SINK, scoring)[0]
-
-        @jax.jit
-        def run(q, k, v, segment, scoring=scoring):
-            return plain_attention(
-                q, k, v, SINK, segment_BT=segment, place_T=place, scoring=scoring
-            )
-
-        assert_close(
-            [run(*(x[:, place] for x in (q, k, v, segment)))], [want[:, place]]
-        )
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "splash", "mosaic", "mha"])

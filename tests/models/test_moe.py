@@ -1,7 +1,6 @@
 """Routing and experts, with and without a capacity, equal sums over all experts in float64, gradients included."""
 
 import dataclasses
-import functools
 import math
 from fractions import Fraction
 
@@ -20,9 +19,7 @@ from maxtext_lite.models.experts import (
     route,
     with_capacity,
 )
-from maxtext_lite.operations.kernel_references import plain_experts
 from tests.models import exact
-from tests.models.exact import assert_close
 
 B, T, D, F, E, J = 3, 10, 6, 5, 8, 3
 SHAPE = ExpertShape(num_experts=E, num_per_token=J, mlp_dim=F)
@@ -183,19 +180,6 @@ def test_the_load_of_the_step_before_stands_in_for_an_examples_own_choices():
     assert_array_equal(aux[EXPERT_COUNTS], counts)
     assert not np.any(dload)
     assert np.any(dx)
-
-
-def test_plain_experts_are_what_was_chosen_times_its_share():
-    """What a run compares its kernels with."""
-    expert, share = (
-        np.where(REAL[..., None], exact.routing(X, ROUTER, SHAPE)[0], E),
-        RNG.random((B, T, J)),
-    )
-    how = {"activation": "clamped_silu", "on_input": True}
-    found = jax.jit(functools.partial(plain_experts, expert_BTJ=expert, **how))(
-        X, np.float32(share), *WEIGHTS[:3]
-    )
-    assert_close([found], exact.experts(X, expert, share, WEIGHTS[:3], G, **how)[:1])
 
 
 def test_capacity_is_rounded_up_exactly():
