@@ -1,7 +1,9 @@
-"""Convert models from and to Hugging Face directories."""
+"""Convert models from and to Hugging Face directories, and merge them."""
 
+import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
@@ -19,6 +21,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Further keys for an export, and their values."""
 OF_MAXTEXT = ("tokenizer_type", "tokenizer_path", *ModelConfig.model_fields)
 """Further keys for the import of a MaxText checkpoint, which does not state them itself."""
+_TAKEN_BY = {
+    "import": (*TAKEN, *OF_MAXTEXT),
+    "export": (*TAKEN, *OPTIONS),
+    "merge": ("weight_dtype", "parameters"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,9 +36,15 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_intermixed_args(argv)
     direction, source, out = arguments.direction, arguments.source, arguments.out
-    taken = (*TAKEN, *OPTIONS) if direction == "export" else (*TAKEN, *OF_MAXTEXT)
+    words: list[str] = arguments.overrides
+    merged: list[str] = []
+    if direction == "merge":
+        merged = [str(out), *(word for word in words if "=" not in word)]
+        words = [word for word in words if "=" in word]
+        out = source
+    taken = _TAKEN_BY[direction]
     keys: dict[str, str] = {}
-    for word in arguments.overrides:
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in taken:
             hint = key_hint(key, taken)
@@ -44,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if original(source, "HF_DIR") != source:
             raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
         refuse_patterns(str(out.absolute()), "OUT", "checkpoints")
+    parts = [_weighted(word) for word in merged]
     overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 
@@ -51,6 +65,10 @@ def main(argv: Sequence[str]) -> int:
 
     if direction == "import":
         report = import_directory(source, out, overrides)
+    elif direction == "merge":
+        from maxtext_lite.hf.merge import merge_directories
+
+        report = merge_directories(out, parts, overrides, **options)
     else:
         report = export_directory(source, out, overrides, **options)
     if jax.process_index() == 0:
@@ -65,20 +83,32 @@ def _parser() -> ArgumentParser:
         "generate and export; also from a PEFT adapter, which is merged, and from a MaxText checkpoint, with "
         "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
         "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library; with "
-        "parameters=ema, the average of the parameters.",
+        "parameters=ema, the average of the parameters. `merge OUT DIR[:WEIGHT] ...` writes the weighted mean of "
+        "runs or Hugging Face directories.",
     )
     parser.keys = lambda: (*TAKEN, *OPTIONS, *OF_MAXTEXT)
-    parser.add_argument("direction", choices=("import", "export"))
+    parser.add_argument("direction", choices=tuple(_TAKEN_BY))
     parser.add_argument(
         "source",
         type=run_path,
-        help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory",
+        help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory; merge: OUT",
     )
-    parser.add_argument("out", type=local_path, help="a new or empty directory")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora, parameters"
-    )
+    parser.add_argument("out", type=local_path, help="a new or empty directory; merge: the first DIR")
+    help_text = "mesh keys, dtype, weight_dtype, merge_lora, parameters; merge: further directories"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help_text)
     return parser
+
+
+def _weighted(word: str) -> tuple[Path, float]:
+    """The directory and the weight of DIR[:WEIGHT]."""
+    name, colon, number = word.rpartition(":")
+    try:
+        weight = float(number) if colon else 1.0
+    except ValueError:
+        name, weight = word, 1.0
+    if not 0 < weight < math.inf:
+        raise UserError(f"weight={number} of {name} is not a number above 0. Nearest that works: {name}:1.")
+    return run_path(name if colon and name else word), weight
 
 
 def _option(key: str, value: str) -> Any:

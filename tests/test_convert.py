@@ -1,12 +1,14 @@
 """The command `convert`: in, out, trained on and talked to, beside transformers on the same directories."""
 
 import json
+import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import main
 from maxtext_lite.data import open_sources
 from maxtext_lite.generate import main as generate
@@ -186,3 +188,62 @@ def assert_merged(adapters, base, found):
         np.testing.assert_allclose(
             found[name], want, rtol=1e-5, atol=1e-6, err_msg=name
         )
+
+
+def test_a_merge_is_the_weighted_mean_and_transformers_reads_it(hf, imported, tmp_path):
+    """Of a Hugging Face directory, an import of it and a third model with other weights, in two formats."""
+    rng = np.random.default_rng(0)
+    third = tmp_path / "third"
+    shutil.copytree(hf, third)
+    other = {
+        name: rng.standard_normal(x.shape, np.float32)
+        for name, x in tensors(hf).items()
+    }
+    safetensors.numpy.save_file(
+        other, third / "model.safetensors", metadata={"format": "pt"}
+    )
+    for dtype in ("float32", "bfloat16"):
+        out = tmp_path / dtype
+        rounded = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        words = [f"{hf}:1", str(imported), f"weight_dtype={dtype}", f"{third}:0.5"]
+        assert main(["merge", str(out), *words]) == 0
+        for name, x in tensors(hf).items():
+            want = (2 * x.astype(np.float64) + 0.5 * other[name]) / 2.5
+            np.testing.assert_array_equal(tensors(out)[name], want.astype(rounded))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert str(loaded.dtype) == f"torch.{dtype}"
+        transformers.AutoTokenizer.from_pretrained(out)
+
+
+def test_only_models_of_one_shape_are_merged(hf, tmp_path):
+    def changed(name, fields, change):
+        there = tmp_path / name
+        shutil.copytree(hf, there)
+        own = tensors(hf)
+        change(own)
+        safetensors.numpy.save_file(own, there / "model.safetensors")
+        stated = json.loads((hf / "config.json").read_text()) | fields
+        (there / "config.json").write_text(json.dumps(stated))
+        return there
+
+    norm = "model.norm.weight"
+    head = "lm_head.weight"
+    cases = (
+        (changed("other", {"rms_norm_eps": 0.5}, dict), "normalization_layer_epsilon"),
+        (changed("less", {}, lambda own: own.pop(norm)), norm),
+        (
+            changed("short", {}, lambda own: own.update({norm: own[norm][:3]})),
+            rf"{norm} is \[3\], not the \[32\]",
+        ),
+        (
+            changed("tied", {"tie_word_embeddings": True}, lambda own: own.pop(head)),
+            head,
+        ),
+        (f"{hf}:-1", "weight=-1 .*:1"),
+        (tmp_path, "neither a run nor"),
+    )
+    for directory, message in cases:
+        with pytest.raises(UserError, match=message):
+            main(["merge", str(tmp_path / "out"), str(hf), str(directory)])
+    with pytest.raises(UserError, match=r"weights=1.* is not key=value"):
+        main(["merge", str(tmp_path / "out"), str(hf), str(hf), "weights=1,1"])
