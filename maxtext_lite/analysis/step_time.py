@@ -4,7 +4,6 @@ A layer is a list of operations, each with its matmul and its memory traffic. Th
 pass, or as much where the weights are frozen, and repeats those operations whose results remat_policy does not keep.
 """
 
-import copy
 import dataclasses
 import math
 import sys
@@ -194,95 +193,33 @@ class StepModel:
     def __init__(
         self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, *, flops: float
     ) -> None:
-        plain = matmul_peak(device, config.dtype)
-        peak = matmul_peak(device, _OPERANDS.get(config.quantization, config.dtype))
-        if peak is None or plain is None:
-            raise ValueError(f"its peak in {config.dtype} is not known")
-        remat = remat_of(config)
-        if device.host_bytes_per_second is None and (
-            config.optimizer_memory_host_offload or (remat and remat.offloaded)
-        ):
-            raise ValueError("what it sends to its host is not known")
         self._config = config
-        self._device = device
         self._mesh = mesh
         self._sizes = mesh.total
+        self._device = device
+        self._held = held
+        self._flops = flops
+        self._plain_peak = self._peak_of(config.dtype)
+        self._peak = self._peak_of(_OPERANDS.get(config.quantization, config.dtype))
+        remat = remat_of(config)
+        offloads = config.optimizer_memory_host_offload or (remat and remat.offloaded)
+        if offloads and device.host_bytes_per_second is None:
+            raise ValueError("what it sends to its host is not known")
         for axis in MESH_AXES:
             self._ring((axis,), 1)  # raises if the rate of an axis is unknown
-        nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
-        self._repeating_nothing = config.model_copy(update=nothing)
-        self._peak = peak
-        self._plain_peak = plain
-        self._rate = device.memory_bytes_per_second
+        self._without_remat = config.model_copy(update={"remat_policy": "none", "optimizer_memory_host_offload": False})
         capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
         self._rows = config.num_experts_per_tok * capacity
         self._width = BYTES[config.dtype]
-        self._trains = trains = config.lora_rank == 0
-        self._on_tpu = on_tpu = device.platform == "tpu"
-        self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
+        self._on_tpu = device.platform == "tpu"
         self._layers = config.base_num_decoder_layers / self._sizes["stage"]
-        self._flops = flops
-        self._grad_width = trains * BYTES[config.grad_dtype]
-        self._weigh_layers()
-        self._weigh_head()
-        self._weigh_update(held)
+        self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=self._on_tpu))
 
-    def _weigh_layers(self) -> None:
-        """What the layers' weights and their gradients cost in each pass."""
-        # Weights are gathered in both passes, their gradients reduced in one.
-        self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
-        for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
-            own = (each for each in self._operations if each.of_experts == of_experts and each.name != "logits")
-            numbers = sum(each.weights for each in own)
-            self._weights += self._width * numbers / self._shards(axes)
-            self._weights_sent += self._ring(axes, 2 * self._width * numbers)
-            self._gradients_sent += self._ring(axes, self._grad_width * numbers)
-            self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
-        # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
-        # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
-        # does a TPU for two shards, with an all-reduce that nothing overlaps.
-        shards = self._shards(_EMBED_AXES)
-        by_shard = self._on_tpu and shards > 2
-        self._waits = self._on_tpu and shards == 2
-        self._windows = self._width * (shards - 1) * self._trains if by_shard else 0
-        if by_shard:
-            self._gradient_bytes = 4 * self._grad_width
-        elif shards > 1:
-            self._gradient_bytes = 4 * self._trains + self._grad_width
-        else:
-            self._gradient_bytes = 4 * self._trains
-
-    def _weigh_head(self) -> None:
-        """What the tables of the vocabulary and their gradients cost in each pass."""
-        config = self._config
-        shards = self._shards(_EMBED_AXES)
-        head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
-        self._head_sent = self._ring(_EMBED_AXES, (2 * self._width + self._grad_width) * head)
-        # Its gradient, over the stages' rows.
-        self._head_sent += self._ring(("stage",), 2 * self._grad_width * head / shards)
-        self._head_gathered = 2 * self._width * head if shards > 1 else 0
-        # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
-        cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
-        self._tables = (cast + 8 * self._trains) * head / shards
-        # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
-        self._head_gradient_bytes = 8 * self._trains
-        self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * self._trains * head
-
-    def _weigh_update(self, held: MemoryEstimate | None) -> None:
-        """What accumulation, the optimizer and the synchronization of replicas cost."""
-        config = self._config
-        count = count_parameters(config, tiled=False, **self._sizes)
-        shard = count.total if self._trains else count.adapters
-        self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
-        self._state = held.most("optimizer_state") if held else 0
-        self._updated = 8 * shard
-        if held:
-            self._updated += 2 * (held.most("params") + held.most("optimizer_state"))
-        period = config.diloco_sync_period if config.enable_diloco else 1
-        self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
-        self._orthogonal = self._orthogonal_sent = 0.0
-        if config.optimizer == "muon":
-            self._orthogonal, self._orthogonal_sent = self._newton_schulz()
+    def _peak_of(self, operands: str) -> float:
+        peak = matmul_peak(self._device, operands)
+        if peak is None:
+            raise ValueError(f"its peak in {self._config.dtype} is not known")
+        return peak
 
     def step(self, config: Config, rows: int, examples: int, shape: PipelineShape) -> StepTime:
         """The time of a step.
@@ -298,7 +235,7 @@ class StepModel:
 
     def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:
         """A lower bound for every remat_policy: nothing is recomputed, and storing activations costs nothing."""
-        return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
+        return self._step(self._without_remat, rows, examples, shape)
 
     def bound(self, examples: int) -> float:
         """A lower bound on the seconds of a step of these examples, for any split into micro-batches and pieces.
@@ -306,73 +243,143 @@ class StepModel:
         It is the time of one micro-batch in one piece, with a loss in one tile. Memory traffic counts only on devices
         without on-chip memory, from which smaller arrays would be read.
         """
-        model = copy.copy(self)
-        if self._device.on_chip_bytes:
-            model._device = dataclasses.replace(self._device, on_chip_bytes=sys.maxsize)
-        config = self._repeating_nothing.model_copy(update={"num_vocab_tiling": 1})
+        config = self._without_remat.model_copy(update={"num_vocab_tiling": 1})
         rows = examples * config.rows_per_example
-        shape = PipelineShape(1, 1, 1, 1)
-        return model._step(config, rows, examples, shape, per_token=0, offloaded=0).seconds
+        on_chip = self._device.on_chip_bytes and sys.maxsize
+        return self._step(config, rows, examples, PipelineShape(1, 1, 1, 1), on_chip_bytes=on_chip).seconds
 
     def _step(
-        self, config: Config, rows: int, examples: int, shape: PipelineShape, *, per_token: int, offloaded: int
+        self,
+        config: Config,
+        rows: int,
+        examples: int,
+        shape: PipelineShape,
+        *,
+        per_token: int = 0,
+        offloaded: int = 0,
+        on_chip_bytes: int | None = None,
     ) -> StepTime:
+        """The time of a step that keeps `per_token` bytes of each token for the backward pass, and offloads others."""
         sizes = self._sizes
+        width = self._width
+        ring = self._ring
+        rate = self._device.memory_bytes_per_second
+        on_chip = on_chip_bytes or self._device.on_chip_bytes
+        on_tpu = self._on_tpu
+        trains = config.lora_rank == 0
+        grad_width = trains * BYTES[config.grad_dtype]
         passes = shape.gradient_accumulation_steps
         pieces = shape.num_microbatches
         tokens = tokens_of_device(config, sizes, rows)
         runs = pieces if sizes["stage"] > 1 else 1
-        kept = kept_names(config)
-        matmul = attention = memory = compute = 0.0
         losses = pieces if config.pipeline_schedule == "1f1b" else 1
         _, tiles = loss_tiles(config, sizes, rows, losses)
+
+        # Layers: weights are gathered in both passes, their gradients reduced in one.
+        weights_sent = gradients_sent = gathered_weights = weights = 0.0
+        for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
+            own = (each for each in self._operations if each.of_experts == of_experts and each.name != "logits")
+            numbers = sum(each.weights for each in own)
+            weights += width * numbers / self._shards(axes)
+            weights_sent += ring(axes, 2 * width * numbers)
+            gradients_sent += ring(axes, grad_width * numbers)
+            gathered_weights += 2 * width * numbers if self._shards(axes) > 1 else 0
+        # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
+        # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
+        # does a TPU for two shards, with an all-reduce that nothing overlaps.
+        shards = self._shards(_EMBED_AXES)
+        waits = on_tpu and shards == 2
+        windows = 0
+        bytes_of_gradient = 4 * trains
+        if on_tpu and shards > 2:
+            windows = width * (shards - 1) * trains
+            bytes_of_gradient = 4 * grad_width
+        elif shards > 1:
+            bytes_of_gradient += grad_width
+
+        # The head, and its gradient over the stages' rows. Tiles add to the device's own sum in float32, which starts
+        # at zero and is read when it is reduced.
+        head = config.vocab_size * config.base_emb_dim / sizes["tensor"]
+        head_sent = ring(_EMBED_AXES, (2 * width + grad_width) * head)
+        head_sent += ring(("stage",), 2 * grad_width * head / shards)
+        head_gathered = 2 * width * head if shards > 1 else 0
+        head_summed = (8 if shards * sizes["stage"] > 1 else 4) * trains * head
+        # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
+        cast = BYTES[config.weight_dtype] + width if config.weight_dtype != config.dtype else 0
+        tables = (cast + 8 * trains) * head / shards
+
+        def moved(arrays: tuple[tuple[float, float], ...]) -> float:
+            """Seconds that arrays of tokens, as in `Operation`, take to be read from or written to memory.
+
+            A compiler decides array by array what stays on the chip; the share by size is the average of programs that
+            libtpu compiled.
+            """
+            total = 0.0
+            for elements, times in arrays:
+                size = tokens * width * elements
+                total += times * size * (min(1.0, size / on_chip) if on_chip else 1.0)
+            return total / rate
+
+        kept = kept_names(config)
+        matmul = attention = memory = compute = 0.0
         for each in self._operations:
             times = 1 + each.backward + (each.name not in kept if kept is not None else 0)
             quantized = each.name not in ("context", "logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
             reads = runs
-            gradient_bytes = runs * self._gradient_bytes
-            windows = self._windows
+            gradient_bytes = runs * bytes_of_gradient
+            window = windows
             if each.name == "logits":  # every tile reads the head and adds to its gradient
                 reads = losses * tiles
-                gradient_bytes = losses * tiles * self._head_gradient_bytes
-                windows = 0
-            moved, apart = (self._moved(tokens, arrays) / self._rate for arrays in (each.arrays, each.apart))
+                gradient_bytes = losses * tiles * 8 * trains
+                window = 0
+            beside = moved(each.arrays)
+            apart = moved(each.apart)
             # One pass computes the gradient of weights that are trained, the others read weights and compute tokens.
-            forth = reads * self._width * each.weights / self._rate
-            gradient = (tokens * windows * each.beside + gradient_bytes * each.weights) / self._rate
+            forth = reads * width * each.weights / rate
+            gradient = (tokens * window * each.beside + gradient_bytes * each.weights) / rate
             matmul += times * products
-            of_tokens = times - self._trains
-            memory += times * (moved + apart) + of_tokens * forth + gradient
-            compute += of_tokens * max(products, moved + forth) + self._trains * max(products, moved + gradient)
+            of_tokens = times - trains
+            memory += times * (beside + apart) + of_tokens * forth + gradient
+            compute += of_tokens * max(products, beside + forth) + trains * max(products, beside + gradient)
             compute += times * apart
+
         # Copied to where it is kept, with zeros written there before on a GPU, and a copy of what is read on a TPU.
         stored = 3 * (tokens * self._layers * per_token + offloaded)
-        gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
+        gathered = runs * gathered_weights + losses * (head_gathered + head_summed)
         # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie: as
         # compiled, 10 reads and writes on a GPU. A TPU keeps half of these arrays on the chip.
         if shape.num_repeats > 1:
-            gathered += (4 if self._on_tpu else 10) * runs * self._weights
-        alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
-        sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
-        blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
+            gathered += (4 if on_tpu else 10) * runs * weights
+        parameters = count_parameters(config, tiled=False, **sizes)
+        shard = parameters.total if trains else parameters.adapters
+        accumulated = 12 * shard if passes > 1 else 0  # reads and writes a float32 sum, reads a gradient
+        alone = (gathered + stored + tables + accumulated) / rate
+        sent = runs * (weights_sent + (0 if waits else gradients_sent))
+        blocking = losses * head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
         gathered_keys, reduced_keys = self._keys(tokens, kept)
-        blocking += reduced_keys + (0 if self._on_tpu else gathered_keys)
-        sent += gathered_keys if self._on_tpu else 0
-        blocking += 2 * runs * self._gradients_sent if self._waits else 0
+        blocking += reduced_keys + (0 if on_tpu else gathered_keys)
+        sent += gathered_keys if on_tpu else 0
+        blocking += 2 * runs * gradients_sent if waits else 0
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, sent, to_host) + blocking
-        update = self._updated / self._rate
-        state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
         ticks = passes / (1 - float(shape.bubble_fraction(config.pipeline_schedule)))  # idle ticks compute too
-        seconds = ticks * busy + max(update, state) + self._orthogonal + self._orthogonal_sent + self._synchronised
+
+        state = self._held.most("optimizer_state") if self._held else 0
+        held = self._held.most("params") + state if self._held else 0
+        update = (8 * shard + 2 * held) / rate
+        state_to_host = self._to_host(state if config.optimizer_memory_host_offload else 0)
+        period = config.diloco_sync_period if config.enable_diloco else 1
+        synchronised = ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
+        orthogonal, orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
+        seconds = ticks * busy + max(update, state_to_host) + orthogonal + orthogonal_sent + synchronised
         return StepTime(
-            matmul_seconds=ticks * matmul + self._orthogonal,
+            matmul_seconds=ticks * matmul + orthogonal,
             attention_seconds=ticks * attention,
             memory_seconds=ticks * (memory + alone) + update,
-            collectives_seconds=ticks * (sent + blocking) + self._orthogonal_sent + self._synchronised,
-            host_seconds=ticks * to_host + state,
+            collectives_seconds=ticks * (sent + blocking) + orthogonal_sent + synchronised,
+            host_seconds=ticks * to_host + state_to_host,
             bubble_seconds=(ticks - passes) * busy,
             seconds=seconds,
             mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
@@ -395,22 +402,6 @@ class StepModel:
 
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
-
-    def _moved(self, tokens: int, arrays: tuple[tuple[float, float], ...]) -> float:
-        """Bytes of arrays of tokens, as in `Operation`, that one pass reads from or writes to memory."""
-        moved = 0.0
-        for elements, times in arrays:
-            size = tokens * self._width * elements
-            moved += times * size * self._off_chip(size)
-        return moved
-
-    def _off_chip(self, size: float) -> float:
-        """The share of the traffic of an array of `size` bytes that goes through memory.
-
-        A compiler decides this array by array; the share by size is the average of programs that libtpu compiled.
-        """
-        on_chip = self._device.on_chip_bytes
-        return min(1.0, size / on_chip) if on_chip else 1.0
 
     def _ring(self, axes: tuple[str, ...], size: float) -> float:
         """Seconds of a ring all-gather or reduce-scatter of `size` bytes over neighbouring axes."""
