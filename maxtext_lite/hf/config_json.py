@@ -157,7 +157,8 @@ def field_names(fields: JsonObject) -> dict[str, str]:
 
 def _read(stated: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields with their problems, and the keys that they decide."""
-    family = FAMILIES[family_of(stated, where)]
+    kind = family_of(stated, where)
+    family = FAMILIES[kind]
     fields = Fields(text_fields(stated))
     keys = family.read(fields)
     first = keys["first_num_dense_layers"]
@@ -166,7 +167,7 @@ def _read(stated: JsonObject, where: str) -> tuple[Fields, Keys]:
     elif keys["num_experts"] == 1 and "num_experts" in fields.names:
         why = "cannot be expressed in a layer with experts. Nearest that works: 2."
         fields.refuse(fields.names["num_experts"], 1, why)
-    fields.check_stored(family.architecture)
+    fields.check_stored(family.architecture, kind)
     check_quantization(fields)
     fields.check_keys(keys)
     fields.drop(WITHOUT_EFFECT)
@@ -245,6 +246,7 @@ def _with_original(
                 return unchanged
     # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
     tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
+    tokens |= TABLE["families"][fields["model_type"]].get("tokens", {})
     kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
     return {**tokens, **kept, **fields}
 

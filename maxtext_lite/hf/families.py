@@ -16,6 +16,7 @@ from maxtext_lite.hf.layers import (
     InterleavedStep,
     LayerInterval,
     LayerTypes,
+    MlpTypes,
     SparseStep,
     WithoutRotation,
 )
@@ -45,6 +46,7 @@ PARTS: Mapping[str, Callable[..., Part]] = {
     "expert_groups": ExpertGroups,
     "shared_width": SharedWidth,
     "first_dense": FirstDense,
+    "mlp_types": MlpTypes,
     "sparse_step": SparseStep,
     "layer_interval": LayerInterval,
     "interleaved_step": InterleavedStep,

@@ -168,11 +168,13 @@ class Fields:
                 if name and name not in known:
                     self.problems.append(str(wrong_value(ModelConfig, detail, name)))
 
-    def check_stored(self, architecture: str) -> None:
+    def check_stored(self, architecture: str, kind: str) -> None:
         """Reads the fields about the files: the weights' number format, and code that comes with them.
 
         Args:
-          architecture: the family's class; code for classes of that name is the code that transformers has.
+          architecture: the family's class; code for classes of that name, or of the model_type's, is the code that
+            transformers has.
+          kind: the model_type.
         """
         stated: list[str] = []
         for name in ("dtype", "torch_dtype"):
@@ -188,7 +190,8 @@ class Fields:
         family = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
         for each in code.values() if isinstance(code, dict) else [code]:
             for name in each if isinstance(each, list) else [each]:
-                if name is None or str(name).rpartition(".")[2].startswith(family):
+                title = str(name).rpartition(".")[2]
+                if name is None or title.startswith(family) or title.lower().startswith(kind.replace("_", "")):
                     continue
                 why = f"is code that is not run. If the model is {family}, remove auto_map."
                 self.refuse("auto_map", name, why)

@@ -30,20 +30,26 @@ def layer_kinds(config: ModelConfig) -> list[str]:
     return [words.get(kind, kind) for kind in config.layer_kinds]
 
 
-def _stated_kinds(fields: Fields, window: int, *known: str) -> list[str] | None:
-    """`layer_types`; None if it is missing or wrong."""
-    kinds = fields.listed("layer_types")
+def _stated_kinds(fields: Fields, name: str, *known: str) -> list[str] | None:
+    """A list with the kind of each layer; None if it is missing or wrong."""
+    kinds = fields.listed(name)
     if kinds is None:
         return None
     layers = fields.num_layers
     if layers and len(kinds) != layers:
-        fields.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
+        fields.refuse(name, len(kinds), f"kinds do not name the {layers} layers.")
     odd = [kind for kind in kinds if kind not in known]
     if odd:
-        fields.refuse("layer_types", odd[0], f"cannot be expressed: a layer is {any_of(known)}.")
-    if LOCAL in kinds and not window:
-        fields.refuse("layer_types", LOCAL, "needs a sliding_window that is switched on.")
+        fields.refuse(name, odd[0], f"cannot be expressed: a layer is {any_of(known)}.")
     return None if odd or len(kinds) != layers else kinds
+
+
+def _layer_types(fields: Fields, window: int) -> list[str] | None:
+    """`layer_types` of a model with sliding windows; None if it is missing or wrong."""
+    kinds = _stated_kinds(fields, "layer_types", LOCAL, GLOBAL)
+    if kinds and LOCAL in kinds and not window:
+        fields.refuse("layer_types", LOCAL, "needs a sliding_window that is switched on.")
+    return kinds
 
 
 def _rotated_layers(fields: Fields, stated: list[Any] | None) -> list[int]:
@@ -84,6 +90,7 @@ class LayerTypes(Part):
       switched: no layer has one unless `use_sliding_window` is true.
       listed: `layer_types` may name each layer's kind.
       every: all but each `every`th layer have a window; 0: all.
+      since_first: of every `every` layers the first one has no window, not the last.
       has_pattern: `pattern_field` states `every`.
       since: the default of `max_window_layers`: the layers from it on have a window, or with `every` those before it.
       rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
@@ -95,6 +102,7 @@ class LayerTypes(Part):
     switched: bool = False
     listed: bool = True
     every: int = 0
+    since_first: bool = False
     has_pattern: bool = False
     pattern_field: str = "sliding_window_pattern"
     since: int | None = None
@@ -105,7 +113,7 @@ class LayerTypes(Part):
         window = _window(fields, self.window, switched=self.switched)
         if self.rotated == "never" and fields.is_null("sliding_window"):
             fields.refuse("sliding_window", None, "is a model that transformers does not run. State a window.")
-        kinds = _stated_kinds(fields, window, LOCAL, GLOBAL) if self.listed else None
+        kinds = _layer_types(fields, window) if self.listed else None
         usual = self._usual_kinds(fields, window, is_stated=fields.peek("layer_types") is not None)
         if kinds is None:
             kinds = usual
@@ -128,7 +136,7 @@ class LayerTypes(Part):
         if not every:
             return [LOCAL if layer >= first else GLOBAL for layer in layers]
         last = len(layers) if self.since is None else first
-        return [LOCAL if (layer + 1) % every and layer < last else GLOBAL for layer in layers]
+        return [LOCAL if (layer + (not self.since_first)) % every and layer < last else GLOBAL for layer in layers]
 
     def write(self, config: ModelConfig) -> JsonObject:
         kinds = layer_kinds(config)
@@ -161,7 +169,7 @@ class WithoutRotation(Part):
         rotated = _rotated_layers(fields, fields.listed("no_rope_layers"))
         window = _window(fields, 0, switched=True)
         # transformers masks by layer_types even without the switch, which its fused kernels go by.
-        types = _stated_kinds(fields, window, LOCAL, GLOBAL)
+        types = _layer_types(fields, window)
         if types is None:
             types = [LOCAL if window and not turned else GLOBAL for turned in rotated]
         kinds: list[str] = []
@@ -191,7 +199,7 @@ class ChunkedLayers(Part):
     def read(self, fields: Fields) -> JsonObject:
         fields.names |= {"layer_pattern": "layer_types", "position_temperature": "attn_scale"}
         rotated = _rotated_layers(fields, fields.listed("no_rope_layers") or None)
-        types = _stated_kinds(fields, 1, CHUNKED, GLOBAL)
+        types = _stated_kinds(fields, "layer_types", CHUNKED, GLOBAL)
         if types is None:
             types = [CHUNKED if turned else GLOBAL for turned in rotated]
         kinds: list[str] = []
@@ -275,6 +283,31 @@ class FirstDense(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         return {"first_k_dense_replace": (*_layers_with_experts(config), config.base_num_decoder_layers)[0]}
+
+
+@dataclass(frozen=True)
+class MlpTypes(Part):
+    """`mlp_layer_types`: which layers are dense, and which have experts.
+
+    Attributes:
+      first_dense: how many layers before all others are dense without it.
+      field: states another number of them.
+    """
+
+    first_dense: int = 0
+    field: str = ""
+
+    def read(self, fields: Fields) -> JsonObject:
+        first = fields.whole(self.field, self.first_dense, least=0) if self.field else self.first_dense
+        kinds = _stated_kinds(fields, "mlp_layer_types", "dense", "sparse")
+        if kinds is None:
+            return _expert_keys(fields, [layer >= first for layer in range(fields.num_layers)], self.field)
+        return _expert_keys(fields, [kind == "sparse" for kind in kinds], "mlp_layer_types")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        sparse = _layers_with_experts(config)
+        layers = range(config.base_num_decoder_layers)
+        return {"mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers]}
 
 
 class SparseStep(Part):

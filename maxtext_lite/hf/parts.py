@@ -32,9 +32,9 @@ class Field(Part):
       key: "": none, and the default is written.
       default: of a missing field; a field without one is required.
       values: the field's values, each with the key's; {}: they are the key's.
-      if_null: the key's value where the field is null.
+      if_null: the key's value where the field is null; with a default of null, also where it is missing.
       power: the field is this power of the key.
-      aliases: other names of a required field, which must agree with it.
+      aliases: other names of the field, which must agree with it.
     """
 
     name: str
@@ -47,10 +47,12 @@ class Field(Part):
     aliases: Sequence[str] = ()
 
     def read(self, fields: Fields) -> JsonObject:
-        if self.default is _REQUIRED:
+        stated = [name for name in (self.name, *self.aliases) if fields.peek(name) is not None]
+        if self.default is _REQUIRED or (self.aliases and stated):
             value = fields.need(self.name, *self.aliases, key=self.key)
-        elif self.if_null is not None and fields.is_null(self.name):
-            value = fields.take(self.name, self.if_null, key=self.key)
+        elif self.if_null is not None and not stated and (self.default is None or fields.is_null(self.name)):
+            fields.names[self.key] = self.name
+            return {self.key: self.if_null}
         else:
             value = fields.take(self.name, self.default, key=self.key)
         if self.values:
@@ -190,14 +192,23 @@ class LearnedPositions(Part):
         }
 
 
+@dataclass(frozen=True)
 class LatentWidths(Part):
-    """DeepSeek's attention; a head is its unrotated dims and then its rotated ones."""
+    """DeepSeek's attention; a head is its unrotated dims and then its rotated ones.
 
-    _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    Attributes:
+      q_lora_rank: its default.
+      shares_stream: without a `v_head_dim`, values share out hidden_size.
+    """
+
+    q_lora_rank: int = 1536
+    shares_stream: bool = False
 
     def read(self, fields: Fields) -> JsonObject:
         heads = fields.whole("num_attention_heads", key="base_num_query_heads")
-        widths = {name: fields.whole(name) for name in self._WIDTHS}
+        widths = {name: fields.whole(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
+        shared = max(fields.size("hidden_size", heads) // heads, 1) if self.shares_stream else None
+        widths["v_head_dim"] = fields.whole("v_head_dim", shared)
         rotated = widths["qk_rope_head_dim"]
         whole = rotated + widths["qk_nope_head_dim"]
         for name, known in (("head_dim", (rotated, whole)), ("qk_head_dim", (whole,))):
@@ -205,7 +216,7 @@ class LatentWidths(Part):
             if stated not in known:
                 fields.refuse(name, stated, f"contradicts the other widths of a head, by which it is {whole}.")
         fields.names["mla"] = "qk_rope_head_dim"
-        without = 0 if fields.is_null("q_lora_rank") else 1536
+        without = 0 if fields.is_null("q_lora_rank") else self.q_lora_rank
         return {
             "base_num_query_heads": heads,
             "base_num_kv_heads": fields.take("num_key_value_heads", heads, key="base_num_kv_heads"),
