@@ -119,10 +119,6 @@ class RLBatch(SampledBatch):
         """Pairs that a prompt becomes, over all steps made with it."""
         return self.num_generations * self.updates_per_batch
 
-    def prompts_before(self, step: int, examples_seen: int) -> int:
-        """Prompts of all batches before the one that is next after a step, or unfinished."""
-        return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_entry
-
     @property
     def overlap_fraction(self) -> Fraction:
         """The share of a batch's training that can overlap with sampling: all micro-batches but the last.

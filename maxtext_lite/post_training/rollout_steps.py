@@ -4,8 +4,10 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import refuse
 from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import example_ids
+from maxtext_lite.data.rows import FIELDS
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.row_losses import NamedRow
 from maxtext_lite.operations.watchdog import watchdog
@@ -31,8 +34,7 @@ from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, remo
 from maxtext_lite.post_training.rewards import RewardError, Scores
 from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
 from maxtext_lite.post_training.rollout import TRAINING, Request
-from maxtext_lite.post_training.timeline import Timeline
-from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
 from maxtext_lite.training.hooks import Callback
 from maxtext_lite.training.loop import RunResult, train_run
@@ -44,7 +46,6 @@ _LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of te
 
 _EQUAL_BATCHES = 10  # in a row; a policy that learns has such a batch now and then
 
-Result = TypeVar("Result")
 Judged = tuple[Sampled, Scores | None]
 
 
@@ -80,6 +81,45 @@ def make_rollout_steps(
     return RolloutSteps(rl, state, log), HeldOutResponses(rl, log.say)
 
 
+class Timeline:
+    """The phases of one step; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._phases: list[tuple[str, int, float, float]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str, chunk: int) -> Generator[None]:
+        """A block that is a phase, rollout, reward or train, of a chunk of the batch, unless it raises."""
+        start = time.perf_counter() - self._began
+        yield
+        self._phases.append((name, chunk, start, time.perf_counter() - self._began))
+
+    def record(self) -> dict[str, float]:
+        """The entries in metrics.jsonl: seconds of each kind of phase, and the share of training beside a rollout."""
+        seconds = dict.fromkeys(("rollout", "reward", "train"), 0.0)
+        beside = 0.0
+        events: list[tuple[float, int, str]] = []
+        for name, _, start, stop in self._phases:
+            events += [(start, 1, name), (stop, -1, name)]
+        running: Counter[str] = Counter()
+        before = 0.0
+        for now, change, name in sorted(events):
+            for each in +running:
+                seconds[each] += now - before
+            if running["rollout"] and running["train"]:
+                beside += now - before
+            running[name] += change
+            before = now
+        busy = {f"{name}_seconds": value for name, value in seconds.items()}
+        return {**busy, "overlap_fraction": beside / seconds["train"] if seconds["train"] else 0.0}
+
+    def to_json(self) -> list[list[Any]]:
+        """[name, chunk, start, stop] of each phase, in seconds since the step began, in the order of their starts."""
+        found = sorted(self._phases, key=lambda phase: phase[2:])
+        return [[name, chunk, round(start, 6), round(stop, 6)] for name, chunk, start, stop in found]
+
+
 class RolloutSteps:
     """The steps after a log's, one or several on each batch of responses; see `training.loop.StepSource`.
 
@@ -105,10 +145,7 @@ class RolloutSteps:
         self._batch = self._next_batch()
         self._say = log.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
-        step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
-        self._new_sums: Callable[[], StepGradients] = step.start
-        self._add: Callable[[TrainState, StepGradients, Rows], StepGradients] = step.add
-        self._update: Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]] = step.update
+        self._step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
         find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         self._find_old = None if rl.policy.on_policy else find_old
@@ -125,10 +162,7 @@ class RolloutSteps:
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         # The prompts before the newest batch, and those after it.
-        first = self._batch.prompts_before(counts.step, counts.examples_seen)
-        self._prompts = counts.entries or (first, first + self._batch.prompts_per_batch)
-        if counts.entries is None and not counts.step % config.num_iterations:
-            self._prompts = (first, first)
+        self._prompts = counts.entries or (0, 0)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         self._rollouts = open_lines(run, "rollouts.jsonl", counts.step, self._say)
         self._timeline = open_lines(run, "timeline.jsonl", counts.step, self._say)
@@ -168,7 +202,7 @@ class RolloutSteps:
             about = {}
         phases.enter("step" if self._has_updated else "compile", step)
         with timeline.phase("train", batch.micro_batches - 1):
-            state, metrics = _ready(self._update(state, sums))
+            state, metrics = jax.block_until_ready(self._step.update(state, sums))
         self._has_updated = True
         self._say_mismatch(metrics)
         if self._timeline:
@@ -178,7 +212,7 @@ class RolloutSteps:
         find_cause = functools.partial(self._find_cause, self._chunks)
         first, after = self._prompts
         numbers = self._prompt_numbers(first, after - first)
-        more = {**about, **busy}
+        more = about | busy
         if self._config.dynamic_sampling > 1:  # a batch may read more prompts than it has groups
             more["epoch"] = after / len(self._rl.prompts)
         return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, more, self._prompts)
@@ -216,7 +250,7 @@ class RolloutSteps:
         rl.update(params, step - 1)
         phases.advance()
         self._chunks = []
-        sums = self._new_sums()
+        sums = self._step.start()
         first = self._prompts[1]
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
@@ -224,8 +258,9 @@ class RolloutSteps:
             phases.advance()
             with timeline.phase("train", number):
                 shape = run.plan.micro_batch_slots, self._config.max_target_length
-                arrays = chunk.rows(*shape, compares=rl.policy.compares)
-                rows = {name: _put(x, where) for name, x in arrays.items()}
+                rows: Rows = {}
+                for name, x in chunk.rows(*shape, compares=rl.policy.compares).items():
+                    rows[name] = jax.make_array_from_callback(x.shape, where, x.__getitem__)
                 if self._find_old is not None:
                     rows[OLD] = self._find_old(params, rows)
                 if self._reference is not None:
@@ -262,7 +297,7 @@ class RolloutSteps:
 
     def _sums_again(self, state: TrainState, timeline: Timeline) -> StepGradients:
         """The sums of the gradients of the current batch."""
-        sums = self._new_sums()
+        sums = self._step.start()
         for number, rows in enumerate(self._chunks):
             with timeline.phase("train", number):
                 sums = self._added(state, sums, rows)
@@ -271,13 +306,13 @@ class RolloutSteps:
     def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
         """The sums plus those of a chunk; before the first of this start, hooks get its rows."""
         if self._has_begun:
-            return _ready(self._add(state, sums, rows))
+            return jax.block_until_ready(self._step.add(state, sums, rows))
         phase, step, _ = phases.work
         phases.enter("compile", step)
         for hook in self._hooks:
             hook.before_first_step(rows)
         phases.advance()
-        sums = _ready(self._add(state, sums, rows))
+        sums = jax.block_until_ready(self._step.add(state, sums, rows))
         self._has_begun = True
         phases.enter(phase, step)
         return sums
@@ -365,11 +400,10 @@ class RolloutSteps:
         batch = self._batch
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        names = [ADVANTAGES, "weights", OLD]
+        names = ["weights", ADVANTAGES, OLD]
         names += [REFERENCE] if self._reference else []
         names += [ROLLOUT] if self._rl.policy.compares else []
-        dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), np.int32)
-        dtypes |= dict.fromkeys(names, np.float32)
+        dtypes = dict.fromkeys(FIELDS, np.int32) | dict.fromkeys(names, np.float32)
         abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
         whole = run.restore_unfinished(abstract)
         chunks: list[Rows] = []
@@ -385,12 +419,9 @@ class RolloutSteps:
 
     def _rows_on_host(self) -> dict[str, np.ndarray]:
         """The rows [pairs, T] of the batch. All hosts call it."""
-        everywhere = jax.jit(lambda x: x, out_shardings=sharding(self._run.mesh))
-        found: dict[str, np.ndarray] = {}
-        for name in self._chunks[0]:
-            parts = [np.asarray(everywhere(rows[name]))[0] for rows in self._chunks]
-            found[name] = np.concatenate([part[: self._batch.pairs_per_micro_batch] for part in parts])
-        return found
+        rows: Rows = jax.jit(_stacked, out_shardings=sharding(self._run.mesh))(self._chunks)
+        pairs = self._batch.pairs_per_micro_batch
+        return {name: np.asarray(x)[:, :pairs].reshape(-1, x.shape[-1]) for name, x in rows.items()}
 
     def named_rows(self) -> list[NamedRow]:
         """The rows of the batch that have a token, by their places in it. All hosts call it."""
@@ -443,30 +474,17 @@ def _ahead(
                 for future in judged:
                     yield future.result()
                 return
-            waiting: concurrent.futures.Future[Judged] | None = None
+            judged = []
             for chunk in range(num_chunks):
-                chunk_responses = sample(chunk)
+                judged.append(judges.submit(judge, chunk, sample(chunk)))
                 phases.advance()
-                before = waiting
-                waiting = judges.submit(judge, chunk, chunk_responses)
-                if before is not None:
-                    yield before.result()
-            assert waiting is not None
-            yield waiting.result()
+                if chunk:
+                    yield judged[chunk - 1].result()
+            yield judged[-1].result()
         except BaseException:  # work that has not begun is cancelled
             for pool in (sampler, judges):
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _ready(arrays: Result) -> Result:
-    """The same arrays, once they are computed."""
-    jax.block_until_ready(arrays)
-    return arrays
-
-
-def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> Array:
-    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
 def _stacked(chunks: Sequence[Rows]) -> Rows:
