@@ -273,16 +273,17 @@ def _numbers(fields: Fields, name: str) -> list[int] | None:
 
 @dataclass(frozen=True)
 class FirstDense(Part):
-    """DeepSeek's: the layers from `first_k_dense_replace` on have experts."""
+    """DeepSeek's: the layers from the one that the field states on have experts."""
 
     default: int
+    name: str = "first_k_dense_replace"
 
     def read(self, fields: Fields) -> JsonObject:
-        first = fields.take("first_k_dense_replace", self.default, key="first_num_dense_layers")
+        first = fields.take(self.name, self.default, key="first_num_dense_layers")
         return {"first_num_dense_layers": first}
 
     def write(self, config: ModelConfig) -> JsonObject:
-        return {"first_k_dense_replace": (*_layers_with_experts(config), config.base_num_decoder_layers)[0]}
+        return {self.name: (*_layers_with_experts(config), config.base_num_decoder_layers)[0]}
 
 
 @dataclass(frozen=True)
