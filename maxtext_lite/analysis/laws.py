@@ -6,8 +6,11 @@ name, its source and the range of its fit, and several together give an interval
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from maxtext_lite.batching.parameters import active_parameters, count_parameters
 from maxtext_lite.config import Config
@@ -21,12 +24,6 @@ WIDENING = 2.0
 
 Source: arXiv:2607.01487.
 """
-
-_POWER_LINES = "Bergsma et al. 2025, arXiv:2505.13738"
-_LADDER = "OLMo's model ladder, after Porian et al. 2024, arXiv:2406.19146"
-_STEP_LAW = "Li et al. 2025, arXiv:2503.04715"
-_DEEPSEEK = "DeepSeek LLM 2024, arXiv:2401.02954"
-_UNVERIFIED = "its coefficient is not verified"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +47,11 @@ class Budget:
         """C = 6 N D, the compute that the laws are stated in."""
         return 6 * self.parameters * self.tokens
 
+    @property
+    def quantities(self) -> dict[str, float | None]:
+        """What laws call them."""
+        return {"N": self.parameters, "n": self.non_embedding, "D": self.tokens, "C": self.flops, "L": self.loss}
+
 
 def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
     """The budget of a config's model; of experts, only those that a token passes through count."""
@@ -59,13 +61,12 @@ def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A law for the batch in tokens or for the peak learning rate.
+    """A law for the batch in tokens or for the peak learning rate: `factor` x the product of (quantity / unit)^power.
 
     Attributes:
       formula: the law as text, in N, D, C, L and tokens.
       fitted: what it was fitted on, and what is unknown about that.
-      value: None if the budget does not contain what the law needs.
-      inverse: the tokens of a run for which the law gives a batch of that many tokens; None if it has no D.
+      powers: by quantity, those of `Budget.quantities`.
     """
 
     name: str
@@ -73,63 +74,31 @@ class Law:
     formula: str
     fitted: str
     source: str
-    value: Callable[[Budget], float | None]
-    inverse: Callable[[float], float] | None = None
+    factor: float
+    powers: Mapping[str, float]
+    unit: float = 1.0
+
+    def value(self, budget: Budget) -> float | None:
+        """The value for a budget; None if the budget does not contain what the law needs."""
+        value = self.factor
+        for name, power in self.powers.items():
+            quantity = budget.quantities[name]
+            if quantity is None:
+                return None
+            value *= (quantity / self.unit) ** power
+        return value
+
+    def inverse(self, batch: float) -> float:
+        """The tokens of a run for which a law in D gives a batch of that many tokens."""
+        return self.unit * (batch / self.factor) ** (1 / self.powers["D"])
 
 
-BATCH_LAWS: tuple[Law, ...] = (
-    Law(
-        "Step Law", "best", "0.58 D^0.571", "0.09 % off the optimum at 1B parameters and 100B tokens", _STEP_LAW,
-        lambda budget: 0.58 * budget.tokens**0.571,
-    ),
-    Law(
-        "DeepSeek", "best", "0.2920 C^0.3271", "a learning rate that falls in steps", _DEEPSEEK,
-        lambda budget: 0.2920 * budget.flops**0.3271,
-    ),
-    Law(
-        "Power Lines", "best", "2048 x 0.0306 D^0.383", f"111M to 3.3B parameters, muP; {_UNVERIFIED}", _POWER_LINES,
-        lambda budget: 2048 * 0.0306 * budget.tokens**0.383,
-    ),
-    Law(
-        "OLMo ladder", "best", "327,680 (N / 108M)^(2/3)", "about 20 tokens a parameter", _LADDER,
-        lambda budget: 327_680 * (budget.parameters / 108e6) ** (2 / 3),
-    ),
-    Law(
-        "Zhang", "critical", "512 x 22.91 (D / 1M)^0.47", "85M to 1.2B parameters; costs a fifth more tokens",
-        "Zhang et al. 2024, arXiv:2410.21676",
-        lambda budget: 512 * 22.91 * (budget.tokens / 1e6) ** 0.47,
-        lambda batch: 1e6 * (batch / (512 * 22.91)) ** (1 / 0.47),
-    ),
-    Law(
-        "Power Lines", "critical", "2048 x 0.0471 D^0.462", f"111M to 3.3B parameters, muP; {_UNVERIFIED}",
-        _POWER_LINES,
-        lambda budget: 2048 * 0.0471 * budget.tokens**0.462,
-        lambda batch: (batch / (2048 * 0.0471)) ** (1 / 0.462),
-    ),
-    Law(
-        "Kaplan", "critical", "2e8 L^(-1/0.21)", "data of 2019, a constant learning rate",
-        "Kaplan et al. 2020, arXiv:2001.08361",
-        lambda budget: None if budget.loss is None else 2e8 * budget.loss ** (-1 / 0.21),
-    ),
-)  # fmt: skip
+_LAWS = [Law(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))]
+BATCH_LAWS = tuple(law for law in _LAWS if law.purpose != "rate")
 """Laws for the batch in tokens."""
-
-RATE_LAWS: tuple[Law, ...] = (
-    Law(
-        "Step Law", "rate", "1.79 n^-0.713 D^0.307", "0.09 % off the optimum at 1B parameters and 100B tokens",
-        _STEP_LAW,
-        lambda budget: 1.79 * budget.non_embedding**-0.713 * budget.tokens**0.307,
-    ),
-    Law(
-        "DeepSeek", "rate", "0.3118 C^-0.1250", "a learning rate that falls in steps", _DEEPSEEK,
-        lambda budget: 0.3118 * budget.flops**-0.1250,
-    ),
-    Law(
-        "OLMo ladder", "rate", "0.0047 (N / 108M)^(-1/3) / 2", "about 20 tokens a parameter", _LADDER,
-        lambda budget: 0.0047 * (budget.parameters / 108e6) ** (-1 / 3) / 2,
-    ),
-)  # fmt: skip
-"""Laws for AdamW's peak learning rate; n counts the parameters without embeddings."""
+RATE_LAWS = tuple(law for law in _LAWS if law.purpose == "rate")
+"""Laws for AdamW's peak learning rate."""
+_CRITICAL_BY_TOKENS = [law for law in _LAWS if law.purpose == "critical" and "D" in law.powers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +126,7 @@ class Interval:
 
 def interval(budget: Budget, purpose: Purpose) -> Interval:
     """The range of the laws for one purpose: batches in tokens, or learning rates."""
-    return Interval.of(law.value(budget) for law in (*BATCH_LAWS, *RATE_LAWS) if law.purpose == purpose)
+    return Interval.of(law.value(budget) for law in _LAWS if law.purpose == purpose)
 
 
 def timescale(budget: Budget) -> float:
@@ -212,16 +181,15 @@ def doubling_tokens(batch: float, measured: Measured | None = None) -> Interval:
     Source for that growth, and for doubling the batch with it: Merrill et al. 2025, arXiv:2505.23971.
     """
     if measured is None:
-        return Interval.of(law.inverse(batch) for law in BATCH_LAWS if law.inverse)
+        return Interval.of(law.inverse(batch) for law in _CRITICAL_BY_TOKENS)
     share = batch / measured.batch
-    return Interval.of(measured.tokens * law.inverse(share) / law.inverse(1.0) for law in BATCH_LAWS if law.inverse)
+    return Interval.of(measured.tokens * law.inverse(share) / law.inverse(1.0) for law in _CRITICAL_BY_TOKENS)
 
 
 def critical_at(tokens: float, measured: Measured) -> float:
     """The smallest critical batch in tokens, by the laws through a measured one, after `tokens` tokens."""
     growth = tokens / measured.tokens
-    exponents = [math.log(2) / math.log(law.inverse(2.0) / law.inverse(1.0)) for law in BATCH_LAWS if law.inverse]
-    return measured.batch * min(growth**exponent for exponent in exponents)
+    return measured.batch * min(growth ** law.powers["D"] for law in _CRITICAL_BY_TOKENS)
 
 
 _STANDARD_ERRORS = 2
