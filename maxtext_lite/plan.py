@@ -31,11 +31,10 @@ from maxtext_lite.cli import (
     whole_number,
 )
 from maxtext_lite.config import Config, SourceList, UserError, load_config, registry
-from maxtext_lite.config.errors import settings_of, value_text
+from maxtext_lite.config.errors import divisors, settings_of, value_text
 from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
-from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import json_text
 from maxtext_lite.console import complain
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.schedule import scale_optimizer
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import number_text, setting_text, writing
+from maxtext_lite.config.errors import divisors, number_text, setting_text, writing
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import Record, is_evaluation, read_records
 from maxtext_lite.config.whole_file import steps_in, write_whole
 from maxtext_lite.hf.model_directory import config_of_run

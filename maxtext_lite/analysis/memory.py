@@ -20,9 +20,8 @@ from maxtext_lite.batching.parameters import (
     master_bytes,
     vocab_tiles,
 )
-from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
 from maxtext_lite.batching.plan import BatchPlan
-from maxtext_lite.batching.topology import splits_residual
+from maxtext_lite.batching.topology import Schedule, num_repeats, splits_residual
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from maxtext_lite.batching.parameters import parts_on_device, weights_by_part
-from maxtext_lite.batching.pipeline_shape import num_repeats
+from maxtext_lite.batching.topology import num_repeats
 from maxtext_lite.config import Config, ModelConfig
 from maxtext_lite.config.weights import MESH_AXES_OF_WEIGHTS, Weight, num_inputs, per_tensor_axes
 

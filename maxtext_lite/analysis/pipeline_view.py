@@ -6,7 +6,7 @@ from pathlib import Path
 import jinja2
 
 from maxtext_lite.analysis.timetable import Work, timetable
-from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
+from maxtext_lite.batching.topology import PipelineShape, Schedule
 from maxtext_lite.config.errors import counted
 
 _MOST_TICKS_OF_TEXT = 24

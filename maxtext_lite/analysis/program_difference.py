@@ -20,7 +20,7 @@ from maxtext_lite.analysis.step_time import matmul_peak, ring_bytes_per_second
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config import UserError
-from maxtext_lite.config.nearest import divisors
+from maxtext_lite.config.errors import divisors
 
 
 def topology_of(device: Device, num_devices: int, num_slices: int = 1) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
-from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.plan import BatchPlan, refusals, resolve, row_slots
 from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
     MeshSizes,
+    PipelineShape,
     Topology,
     mesh_key,
     mesh_text,
@@ -26,10 +26,9 @@ from maxtext_lite.batching.topology import (
     topology_violations,
 )
 from maxtext_lite.config import Config, Refusal, UserError
-from maxtext_lite.config.errors import bytes_text, number_text, settings_of
+from maxtext_lite.config.errors import bytes_text, divisors, number_text, settings_of
 from maxtext_lite.config.keys import REMAT_POLICIES
 from maxtext_lite.config.load import Origin, defaults_of
-from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.rules import rule_violations
 
 _REMAT = "remat_policy"

@@ -29,9 +29,8 @@ from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.parameters import active_parameters, flops_per_example
 from maxtext_lite.batching.plan import BatchPlan, make_plan
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import settings_of, value_text
+from maxtext_lite.config.errors import divisors, settings_of, value_text
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.records import read_records
 
 UTILIZATION = Interval(0.3, 0.5)

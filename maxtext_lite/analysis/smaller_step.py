@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from maxtext_lite.batching.ledger import Part
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import bytes_text, settings_of
+from maxtext_lite.config.errors import bytes_text, divisors, settings_of
 from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
-from maxtext_lite.config.nearest import divisors
 
 REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
 """From the policy that keeps most on the device to the one that keeps least."""

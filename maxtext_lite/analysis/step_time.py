@@ -21,8 +21,7 @@ from maxtext_lite.batching.parameters import (
     count_parameters,
     flops_per_example,
 )
-from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.batching.topology import MESH_AXES, MeshSizes
+from maxtext_lite.batching.topology import MESH_AXES, MeshSizes, PipelineShape
 from maxtext_lite.config import Config, adapted_weights, remat_of
 from maxtext_lite.config.weights import (
     Weight,

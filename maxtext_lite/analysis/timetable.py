@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
+from maxtext_lite.batching.topology import PipelineShape, Schedule
 
 
 @dataclass(frozen=True)

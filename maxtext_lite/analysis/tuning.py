@@ -13,8 +13,7 @@ from maxtext_lite.analysis.ranking import is_open, microbatch_choices
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.nearest import divisors
+from maxtext_lite.config.errors import divisors, value_text
 from maxtext_lite.config.records import read_records
 
 _MOST_AGAIN = 3

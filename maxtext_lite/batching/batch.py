@@ -9,8 +9,16 @@ from fractions import Fraction
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import Refusal, counted, number_text, refuse
-from maxtext_lite.config.nearest import around, divisors, divisors_around, multiples_around
+from maxtext_lite.config.errors import (
+    Refusal,
+    around,
+    counted,
+    divisors,
+    divisors_around,
+    multiples_around,
+    number_text,
+    refuse,
+)
 
 
 @dataclass(frozen=True)

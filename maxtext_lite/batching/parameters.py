@@ -10,8 +10,8 @@ from typing import Any
 
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
+from maxtext_lite.config.errors import divisors
 from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS
-from maxtext_lite.config.nearest import divisors
 from maxtext_lite.config.weights import Weight, layer_kind, model_shape, num_parts, stacks_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.parameters import count_parameters, flops_per_example, master_bytes
-from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule, num_repeats
 from maxtext_lite.batching.rules import context_violations, model_violations, pipeline_violations
 from maxtext_lite.batching.schedule import (
     BatchStage,
@@ -29,8 +28,12 @@ from maxtext_lite.batching.schedule import (
     stage_at,
 )
 from maxtext_lite.batching.topology import (
+    SCHEDULES,
     MeshSizes,
+    PipelineShape,
+    Schedule,
     Topology,
+    num_repeats,
     resolve_mesh,
     splits_residual,
     stated_axes,
@@ -40,6 +43,8 @@ from maxtext_lite.config import BatchConfig, Config, Refusal, UserError, registr
 from maxtext_lite.config.errors import (
     bytes_text,
     counted,
+    divisors_around,
+    multiples_around,
     nearest_clause,
     number_text,
     refuse,
@@ -54,7 +59,6 @@ from maxtext_lite.config.kernels import (
     planned_kernel,
 )
 from maxtext_lite.config.load import defaults_of, read_config
-from maxtext_lite.config.nearest import divisors_around, multiples_around
 from maxtext_lite.config.rules import rule_violations
 
 

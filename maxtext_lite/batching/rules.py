@@ -12,13 +12,12 @@ from maxtext_lite.batching.topology import (
     model_dimensions,
 )
 from maxtext_lite.config import Config
-from maxtext_lite.config.errors import Refusal, any_of, refuse, value_text
+from maxtext_lite.config.errors import Number, Refusal, any_of, divisors_around, multiples_around, refuse, value_text
 from maxtext_lite.config.kernels import (
     kernel_named,
     token_multiple,
 )
 from maxtext_lite.config.keys import ATTENTION_KINDS
-from maxtext_lite.config.nearest import Number, divisors_around, multiples_around
 
 _WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
     "num_pipeline_microbatches": (1, -1),

@@ -10,9 +10,19 @@ from typing import Any, Literal
 
 from maxtext_lite.batching.batch import Batch, derive_batch, split_stage
 from maxtext_lite.config import BatchConfig, Config, OptimizerConfig
-from maxtext_lite.config.errors import Refusal, UserError, counted, number_text, refuse, setting_text, short_text
+from maxtext_lite.config.errors import (
+    Refusal,
+    UserError,
+    around,
+    counted,
+    divisors,
+    multiples_around,
+    number_text,
+    refuse,
+    setting_text,
+    short_text,
+)
 from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
-from maxtext_lite.config.nearest import around, divisors, multiples_around
 from maxtext_lite.config.types import MOST_STAGES
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]

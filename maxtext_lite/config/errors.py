@@ -1,8 +1,10 @@
-"""The form of refusals: key, value, rule, nearest legal value."""
+"""The form of refusals: key, value, rule, nearest legal value; and the nearest legal numbers."""
 
 import contextlib
 import difflib
+import functools
 import json
+import math
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,3 +244,36 @@ def cannot_write(path: str | Path, error: OSError) -> str:
     """The sentence about what could not be written, and why."""
     named = error.filename2 or error.filename or path  # of two, the second is written
     return f"{full_text(str(named))} cannot be written: {error.strerror or error}."
+
+
+Number = int | Fraction
+
+_LARGEST_TRIED = 50_000
+
+
+@functools.lru_cache(maxsize=256)
+def divisors(whole: int) -> tuple[int, ...]:
+    """Positive divisors of `whole`, ascending: all for up to 31 bits; beyond that, pairs with one of at most 50,000."""
+    small = [number for number in range(1, min(math.isqrt(whole), _LARGEST_TRIED) + 1) if whole % number == 0]
+    large = [whole // number for number in small]
+    return tuple(sorted({*small, *large}))
+
+
+def around(values: Iterable[Number], value: Number) -> list[Number]:
+    """The nearest of `values` below and above `value`, as far as there are any."""
+    values = sorted(values)
+    below = [each for each in values if each < value]
+    above = [each for each in values if each > value]
+    return below[-1:] + above[:1]
+
+
+def divisors_around(whole: int, value: Number) -> list[Number]:
+    """The nearest divisors of `whole` below and above `value`, as numbers of its type."""
+    return around(map(type(value), divisors(whole)), value)
+
+
+def multiples_around(unit: Number, value: Number, offset: int = 0) -> list[Number]:
+    """The nearest positive multiples of `unit` below and above `value`, plus `offset`."""
+    times = Fraction(value) / unit
+    numbers = (math.ceil(times) - 1, max(math.floor(times) + 1, 1))
+    return [number * unit + offset for number in numbers if number > 0]

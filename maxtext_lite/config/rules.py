@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import Refusal, number_text, refuse, refuse_unused, value_text
+from maxtext_lite.config.errors import (
+    Refusal,
+    around,
+    divisors,
+    divisors_around,
+    number_text,
+    refuse,
+    refuse_unused,
+    value_text,
+)
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.keys import (
     LOCAL_KINDS,
@@ -18,7 +27,6 @@ from maxtext_lite.config.keys import (
     source_kind,
     source_names,
 )
-from maxtext_lite.config.nearest import around, divisors, divisors_around
 from maxtext_lite.config.registry import installed_names, load_installed
 from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights
 

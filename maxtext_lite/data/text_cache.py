@@ -38,10 +38,9 @@ from maxtext_lite.data.cache import (
     token_dtype,
     write_parts,
 )
-from maxtext_lite.data.documents import batches, read_documents
 from maxtext_lite.data.rows import TokenizedDocuments, TokenStream
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
-from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
+from maxtext_lite.data.text_files import TEXT_SUFFIXES, batches, is_kind, read_documents
 
 LEAST_BYTES = 2**25
 """The least size of a text worth caching. A smaller one is tokenized faster than a cache is checked."""

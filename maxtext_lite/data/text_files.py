@@ -1,4 +1,4 @@
-"""Files of data: found by path, glob or shipped name, and read as text or as lines of JSON."""
+"""Files of data: found by path, glob or shipped name, and read as text, as lines of JSON or as documents."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import gzip
 import importlib
 import json
 import os
-import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
 from maxtext_lite.config.errors import counted, install_text
@@ -26,6 +26,7 @@ from maxtext_lite.config.json_file import (
 )
 from maxtext_lite.config.registry import load
 from maxtext_lite.console import complain
+from maxtext_lite.data.text_encoder import TextEncoder
 
 _COMPRESSED = ("", ".gz", ".zst")
 PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)
@@ -57,7 +58,7 @@ _LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**
 _ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
 
 
-def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
+def find_files(key: str, path: str) -> list[tuple[str, Path]]:
     """(name for messages, file) of each file of a path, a glob or a shipped text's name, sorted by name.
 
     A message names the files of a directory that are not read.
@@ -87,7 +88,7 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     elif glob.has_magic(path):
         files = [(str(file), file) for file in _matches(str(place))]
         if not files:
-            raise UserError(f"{key}={path!r} matches no file in {str(pathlib.Path.cwd())!r}.")
+            raise UserError(f"{key}={path!r} matches no file in {str(Path.cwd())!r}.")
     else:
         files = [(path, _packaged_text(key, path))]
     for name, file in files:
@@ -111,7 +112,7 @@ def is_kind(name: str, suffixes: tuple[str, ...]) -> bool:
     return name.lower().endswith(suffixes)
 
 
-def _dataset_files(key: str, path: str) -> list[tuple[str, pathlib.Path]] | None:
+def _dataset_files(key: str, path: str) -> list[tuple[str, Path]] | None:
     """The files of a dataset written by Hugging Face's save_to_disk; None for any other path."""
     directory = user_path(path)
     splits = _stated(directory / "dataset_dict.json", "splits")
@@ -128,19 +129,19 @@ def _dataset_files(key: str, path: str) -> list[tuple[str, pathlib.Path]] | None
     return [(f"{path.rstrip('/')}/{name}", file) for name, file in zip(names, files, strict=True)]
 
 
-def _stated(file: pathlib.Path, field: str) -> list[Any]:
+def _stated(file: Path, field: str) -> list[Any]:
     """The list in a field of a file; empty without one, as in another program's file of that name."""
     value = read_object(file).get(field) if is_there(file) else None
     return value if isinstance(value, list) else []
 
 
-def _matches(pattern: str) -> list[pathlib.Path]:
+def _matches(pattern: str) -> list[Path]:
     # Not pathlib's glob, which includes hidden files (.ipynb_checkpoints) and takes no absolute pattern.
     names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-    return [path for path in map(pathlib.Path, names) if not is_directory(path)]
+    return [path for path in map(Path, names) if not is_directory(path)]
 
 
-def _packaged_text(key: str, path: str) -> pathlib.Path:
+def _packaged_text(key: str, path: str) -> Path:
     packaged = packaged_file("assets", path)
     if packaged is not None:
         return packaged
@@ -148,13 +149,13 @@ def _packaged_text(key: str, path: str) -> pathlib.Path:
 
     names = (file.name for file in packaged_directory("assets").iterdir() if is_kind(file.name, TEXT_SUFFIXES))
     raise UserError(
-        f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "
+        f"{key}={path!r}: there is no such file or directory in {str(Path.cwd())!r}, "
         f"nor among the texts that ship with the package ({', '.join(sorted(names))})."
         f"{hub_hint(path, '--repo-type dataset')}"
     )
 
 
-def read_text(name: str, file: pathlib.Path) -> str:
+def read_text(name: str, file: Path) -> str:
     """The UTF-8 text of a file, decompressed, without a byte-order mark; line ends are kept.
 
     Raises:
@@ -168,7 +169,7 @@ def read_text(name: str, file: pathlib.Path) -> str:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
 
 
-def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
+def read_lines(name: str, file: Path) -> Iterator[bytes]:
     """The lines of a file, without line ends and byte-order mark; only one is in memory at a time.
 
     Those of a .json that is one array, which is in memory as a whole, are its entries.
@@ -196,7 +197,7 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
     yield b"".join(unfinished).removeprefix(prefix)
 
 
-def _array_entries(name: str, file: pathlib.Path) -> Iterator[bytes]:
+def _array_entries(name: str, file: Path) -> Iterator[bytes]:
     try:
         entries = parse_json(read_text(name, file))
     except ValueError as error:
@@ -206,7 +207,7 @@ def _array_entries(name: str, file: pathlib.Path) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
+def _opened(name: str, file: Path) -> Iterator[Iterator[bytes]]:
     """Pieces of a file's content, decompressed."""
     try:
         with file.open("rb") as stored:
@@ -257,7 +258,7 @@ Entry = bytes | Callable[[], dict[str, Any]]
 
 def read_entries(
     name: str,
-    file: pathlib.Path,
+    file: Path,
     *,
     required: str = "",
     optional: Sequence[str] | None = None,
@@ -303,7 +304,7 @@ def object_of(
 
 def json_lines(
     name: str,
-    file: pathlib.Path,
+    file: Path,
     *,
     wanted: str,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -365,3 +366,76 @@ def check_unicode(where: str, key: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f'{where}: "{key}" is not valid Unicode ({error.reason}).') from error
+
+
+Document = TypeVar("Document", bound=Sized)
+
+
+def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> Iterator[str]:
+    """The documents of files from `find_files` as training reads them, including empty ones.
+
+    Raises:
+      UserError: a file cannot be read, or a line has no document.
+    """
+    for name, file in files:
+        if is_kind(name, PLAIN_SUFFIXES):
+            yield read_document(name, file, encoder)
+            continue
+        for where, entry in read_entries(name, file, required="text", optional=()):
+            yield text_of(where, entry, "text", encoder)
+
+
+def read_document(name: str, file: Path, encoder: TextEncoder) -> str:
+    """A file of plain text, which is one document."""
+    text = read_text(name, file)
+    encoder.check(name, text)
+    return text
+
+
+def text_of(
+    where: str,
+    entry: Entry,
+    field: str,
+    encoder: TextEncoder,
+) -> str:
+    """The text in a field of a line or row.
+
+    Raises:
+      UserError: there is none, or it cannot be encoded.
+    """
+    wanted = f'a string under "{field}"'
+    text = _value(object_of(where, entry, wanted), field)
+    if not isinstance(text, str):
+        raise UserError(f"{where}: not {'a JSON object' if isinstance(entry, bytes) else 'a row'} with {wanted}.")
+    check_unicode(where, field, text)
+    encoder.check(where, text)
+    return text
+
+
+def _value(line: dict[str, Any], field: str) -> object:
+    """The value of a field, or by its path of a field of objects: meta.text."""
+    if field in line:
+        return line[field]
+    value: Any = line
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def batches(
+    documents: Iterable[Document],
+    most: int,
+    most_characters: int,
+) -> Iterator[list[Document]]:
+    """Documents in order, in batches for a call of the tokenizer: of `most`, or of enough characters."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == most or characters >= most_characters:
+            yield batch
+            batch = []
+            characters = 0
+    if batch:
+        yield batch

@@ -13,8 +13,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.types import WhichParameters
-from maxtext_lite.data.documents import read_documents
-from maxtext_lite.data.text_files import find_files
+from maxtext_lite.data.text_files import find_files, read_documents
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.inference.sampler import (

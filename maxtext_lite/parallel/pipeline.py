@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.topology import PipelineShape
 from maxtext_lite.parallel.mesh import Tree, constrain, num_shards, over_stages
 
 StageFunction = Callable[[Tree, Tree], Tree]

@@ -12,8 +12,7 @@ from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import BYTES, count_parameters, elements_on_device
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import Refusal, bytes_text, number_text
-from maxtext_lite.config.nearest import around, divisors, multiples_around
+from maxtext_lite.config.errors import Refusal, around, bytes_text, divisors, multiples_around, number_text
 from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.post_training.keys import RLRunConfig, prompt_stages

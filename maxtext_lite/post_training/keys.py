@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import Refusal, number_text, refuse, refuse_unused, value_text
+from maxtext_lite.config.errors import Refusal, around, divisors, number_text, refuse, refuse_unused, value_text
 from maxtext_lite.config.keys import KEYS, Config, SourceList, keys_of, listed
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.nearest import around, divisors
 from maxtext_lite.config.types import (
     AtLeastOne,
     AtLeastTwo,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.documents import read_document, text_of
 from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
@@ -16,7 +15,9 @@ from maxtext_lite.data.text_files import (
     Entry,
     is_kind,
     object_of,
+    read_document,
     read_entries,
+    text_of,
 )
 
 DIVIDED = (".jsonl", ".ndjson")

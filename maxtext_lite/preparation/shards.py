@@ -18,9 +18,9 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import partial_name, write_whole
 from maxtext_lite.data.cache import token_dtype
-from maxtext_lite.data.documents import batches
 from maxtext_lite.data.prepared import Shard
 from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.text_files import batches
 from maxtext_lite.preparation.bucket_directory import BucketDirectory
 from maxtext_lite.preparation.integrity import content_of, stored_shard
 from maxtext_lite.preparation.keys import PrepareConfig

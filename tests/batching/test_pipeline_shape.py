@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.analysis.timetable import Work, timetable
-from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.topology import PipelineShape
 
 SHAPES = [
     (2, 2, 1, 1),

@@ -10,9 +10,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import text_encoder
-from maxtext_lite.data.documents import read_documents
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.text_files import read_documents
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.hf.turns import TurnEncoder
 from maxtext_lite.inference.stream_text import (

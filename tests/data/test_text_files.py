@@ -8,9 +8,13 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import text_files
-from maxtext_lite.data.documents import read_documents
 from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.data.text_files import find_files, json_lines, read_text
+from maxtext_lite.data.text_files import (
+    find_files,
+    json_lines,
+    read_documents,
+    read_text,
+)
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
-from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.topology import PipelineShape
 
 ONCE, TWICE = PipelineShape(2, 2, 1, 2), PipelineShape(2, 2, 2, 1)
 
