@@ -15,6 +15,7 @@ _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|
 _NEEDS: dict[str, tuple[str, object]] = {  # keys without a meaning while another has this value
     "diloco_": ("enable_diloco", False),
     "load_balance_loss_weight": ("num_experts", 1),
+    "mtp_loss_scaling_factor": ("mtp_num_layers", 0),
     "norm_topk_prob": ("num_experts", 1),
     "routed_bias_update_rate": ("routed_bias", False),
     "weight_decay_on_norms": ("weight_decay", 0),

@@ -78,6 +78,7 @@ def shrunk(config: Config) -> dict[str, object]:
         "sliding_window_size": math.ceil(config.sliding_window_size * share),
         "chunk_attn_window_size": math.ceil(config.chunk_attn_window_size * share),
         "trainable_position_size": num_tokens if config.trainable_position_size else 0,
+        "mtp_num_layers": min(config.mtp_num_layers, 2),
         "lora_rank": min(config.lora_rank, 4),
     }
     changes |= repeats_of(config).small_keys(config)

@@ -371,11 +371,12 @@ def offloaded_activations(step: DeviceStep) -> int:
     config = step.config
     piece = step.tokens // step.pieces
     of_layer = _mean(step.layer, LayerOnDevice.offloaded_bytes)
+    of_mtp = int(step.tokens * config.mtp_num_layers * of_layer)
     of_stage = int(of_layer * config.base_num_decoder_layers / step.mesh["stage"])
     if config.pipeline_schedule == "1f1b":
-        return piece * of_stage
+        return piece * of_stage + of_mtp // step.pieces
     repeats, ticks = step.repeats_and_ticks
-    return piece * of_stage // repeats * ticks
+    return piece * of_stage // repeats * ticks + of_mtp
 
 
 def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLine]:
@@ -393,6 +394,9 @@ def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLin
     kept = int(_mean(layer, LayerOnDevice.kept_bytes))
     input_bytes = layer.named_bytes()["decoder_layer_input"]
     yield _line("kept of first layers", step.tokens * kept * first, "as below, on every stage")
+    ahead = piece if schedule == "1f1b" else step.tokens
+    ahead *= config.mtp_num_layers * (kept + 5 * layer.stream * layer.width)
+    yield _line("kept of mtp layers", ahead, "as below, and the inputs of norms and projections, on every stage")
     if schedule == "1f1b":
         inputs = (2 * stages + 1) * piece * input_bytes
         yield _line("inputs under way", inputs, "a microbatch for each of 2 S - 1 ticks, one sent and one received")

@@ -23,6 +23,7 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes, PipelineShape
 from maxtext_lite.config import Config, adapted_weights, remat_of
+from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import (
     Weight,
     layer_kind,
@@ -211,7 +212,7 @@ class StepModel:
         self._rows = config.num_experts_per_tok * capacity
         self._width = BYTES[config.dtype]
         self._on_tpu = device.platform == "tpu"
-        self._layers = config.base_num_decoder_layers / self._sizes["stage"]
+        self._layers = config.base_num_decoder_layers / self._sizes["stage"] + config.mtp_num_layers
         self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=self._on_tpu))
 
     def _peak_of(self, operands: str) -> float:
@@ -483,7 +484,7 @@ def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool) -> Iterator[Operation]:
     """The operations of a device's layers and of the head."""
-    layers = config.base_num_decoder_layers / sizes["stage"]
+    layers = config.base_num_decoder_layers / sizes["stage"] + config.mtp_num_layers
     tensor = sizes["tensor"]
     heads = config.base_num_query_heads / tensor
     kv_heads = config.base_num_kv_heads / tensor
@@ -498,15 +499,19 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     headed = 2
     if config.qk_norm != "none":
         headed += 4 if on_tpu else 1
-    layers_of = model_shape(config).layers_of
-    attending = len(layers_of.get("attention", ())) / sizes["stage"]
+    stages = sizes["stage"]
+    count_of = {mixer: len(numbers) / stages for mixer, numbers in model_shape(config).layers_of.items()}
+    count_of[mixer_of(config.layer_kinds[-1])] += config.mtp_num_layers  # which are on all stages
+    attending = count_of.get("attention", 0.0)
     streams = (emb / tensor, norms * layers), (emb, gathers * layers)
     yield Operation("", (*streams, (queries, headed * attending), (keys, headed * attending)))
-    for mixer, numbers in layers_of.items():
+    for mixer, count in count_of.items():
         if (kind := layer_kind(mixer)) is not None:
             used = kind.used_elements(model_shape(config)) / tensor
-            yield Operation("context", ((used, len(numbers) / sizes["stage"]),))
-    pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
+            yield Operation("context", ((used, count),))
+    length = config.max_target_length
+    of_layers = float(attended_pairs(config.model_copy(update={"mtp_num_layers": 0}), length))
+    pairs = of_layers / length / stages + (float(attended_pairs(config, length)) - of_layers) / length
     scores = pairs * heads * (config.head_dim + config.value_dim)
     attended = tuple((size, attending) for size in (queries, keys, values, heads * config.value_dim))
     yield Operation("context", attended, scores, backward=2.5)  # recomputes the scores
@@ -528,14 +533,14 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
     shard = config.vocab_size / tensor
-    stages = sizes["stage"]
     wide = 4 / BYTES[config.dtype]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
     times = stages * (1 + backward)
     arrays = ((shard, (with_matmuls + backward - 2) / times), (emb, 1 / stages))
-    yield Operation(
-        "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
-    )
+    for _ in range(1 + config.mtp_num_layers):
+        yield Operation(
+            "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
+        )
 
 
 def _matmul(

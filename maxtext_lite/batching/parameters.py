@@ -11,7 +11,7 @@ from typing import Any
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
 from maxtext_lite.config.errors import divisors
-from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS
+from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS, mixer_of
 from maxtext_lite.config.weights import Weight, layer_kind, model_shape, num_parts, stacks_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,25 +75,25 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
 def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
     """FLOPs of one forward and backward pass over a document of `num_tokens` tokens, without recomputation.
 
-    A matmul weight that a token passes through, the output projection included, takes 6 FLOPs per token, or 4 where it
-    is frozen and has no gradient of its own; of experts, only the chosen ones count. Causal attention takes 6 per head,
+    A matmul weight takes 6 FLOPs each time that a token passes through it, or 4 where it is frozen and has no gradient
+    of its own; of experts, only the chosen ones count. Causal attention takes 6 per head,
     visible key, and dim of keys and of values: see `attended_pairs`. What layers of other packages add, they say.
 
     Args:
       num_tokens: a number, or an array for several documents, whose shape the result has.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
+    met = Counter({"matrices": (1 + config.mtp_num_layers) * config.base_emb_dim * config.vocab_size})
     for part, count, weight in weights_by_part(config, {}):
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim)
     flops = num_tokens * float(of_weights) + attention * attended_pairs(config, num_tokens)
     shape = model_shape(config)
-    for mixer, layers in shape.layers_of.items():
+    for mixer, count in Counter(map(mixer_of, config.trained_kinds)).items():
         kind = layer_kind(mixer)
         if kind is not None:
-            flops += len(layers) * kind.flops(shape, num_tokens)
+            flops += count * kind.flops(shape, num_tokens)
     return flops
 
 
@@ -117,7 +117,7 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
             return (whole * config.chunk_attn_window_size**2 + rest**2) / 2
         return num_tokens**2 / 2
 
-    return sum(count * of_layer(kind) for kind, count in Counter(config.layer_kinds).items())
+    return sum(count * of_layer(kind) for kind, count in Counter(config.trained_kinds).items())
 
 
 def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:

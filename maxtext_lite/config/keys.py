@@ -759,6 +759,7 @@ class ModelConfig(Section):
     expert_bias: Flag
     first_num_dense_layers: LayersOrZero
     mlp_pattern: MlpPattern
+    mtp_num_layers: LayersOrZero
     lora_rank: CountOrZero
     lora_alpha: Positive
     lora_targets: Name
@@ -794,6 +795,12 @@ class ModelConfig(Section):
         """The kind of each layer."""
         pattern = self.pattern
         return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
+
+    @property
+    def trained_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, those of multi-token prediction included."""
+        kinds = self.layer_kinds
+        return kinds + kinds[-1:] * self.mtp_num_layers
 
     @property
     def rotary_dim(self) -> int:
@@ -838,6 +845,7 @@ class NumericsConfig(Section):
     z_loss_multiplier: NotNegative
     router_z_loss_multiplier: NotNegative
     load_balance_loss_weight: NotNegative
+    mtp_loss_scaling_factor: NotNegative
 
 
 TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}

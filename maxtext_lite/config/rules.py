@@ -18,6 +18,7 @@ from maxtext_lite.config.errors import (
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.keys import (
     LOCAL_KINDS,
+    PRETRAIN,
     Config,
     SourceList,
     listed,
@@ -64,6 +65,7 @@ class _Idle:
 
 _IDLE = (
     _Idle(lambda config: not config.lora_rank, "lora_rank", ("lora_alpha", "lora_targets"), 8),
+    _Idle(lambda config: not config.mtp_num_layers, "mtp_num_layers", ("mtp_loss_scaling_factor",), 1),
     _Idle(lambda config: not config.num_epochs, "num_epochs", ("last_batch",)),
     _Idle(
         lambda config: config.learning_rate_scaling == "none", "learning_rate_scaling", ("learning_rate_scaling_of",)
@@ -371,6 +373,21 @@ def _chosen_groups(config: Config) -> Refusal | None:
     return refuse(config, key, rule, -(-per_token * groups // experts))
 
 
+def _mtp(config: Config) -> Refusal | None:
+    """Multi-token prediction is a part of next-token prediction, and has no adapters."""
+    layers = config.mtp_num_layers
+    if not layers:
+        return None
+    if config.objective_kind.makes != PRETRAIN.makes:
+        return refuse(config, "mtp_num_layers", "with an objective that is not next-token prediction", 0)
+    if config.lora_rank:
+        return refuse(config, "mtp_num_layers", f"beside lora_rank={config.lora_rank}: it has no adapters", 0)
+    if layers >= config.max_target_length:
+        tokens = config.max_target_length
+        return refuse(config, "mtp_num_layers", f"predicts beyond max_target_length={tokens}", tokens - 1)
+    return None
+
+
 def _lora_targets(config: Config) -> Refusal | None:
     named = listed(config.lora_targets)
     if config.lora_rank == 0 or named == (ALL_TARGETS,):
@@ -454,7 +471,8 @@ def _diloco(config: Config) -> Refusal | None:
     rule = "with enable_diloco=true: replicas differ between synchronizations"
     if config.max_loss_spike and config.loss_spike_action != "stop":
         return refuse(config, "loss_spike_action", rule, "stop", {"max_loss_spike": 0})
-    return refuse_unused(config, {"schedule_unit": "steps", "shard_optimizer_over_data": False, "ema_decay": 0}, rule)
+    plain = {"schedule_unit": "steps", "shard_optimizer_over_data": False, "ema_decay": 0, "mtp_num_layers": 0}
+    return refuse_unused(config, plain, rule)
 
 
 def _remat_lists(config: Config) -> Refusal | None:
@@ -598,6 +616,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _gated_activation,
     _dense_layers,
     _mlp_pattern,
+    _mtp,
     _lora_targets,
     _experts_per_token,
     _routing_groups,

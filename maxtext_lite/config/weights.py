@@ -17,6 +17,7 @@ MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "repeats": (),
     "layers": ("stage",),
     "dense_layers": (),
+    "mtp_layers": (),
     "latent": (),
     "lora_rank": (),
     "positions": (),
@@ -35,6 +36,10 @@ MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
 """The sharding rules of parameters: the mesh axes over which each logical axis is split."""
 
 
+MTP_LAYERS = "mtp_layers"
+"""The stack of the layers of multi-token prediction."""
+
+
 def num_parts(axis: str, mesh: Mapping[str, int]) -> int:
     """The number of parts into which a mesh splits a logical axis.
 
@@ -46,7 +51,7 @@ def num_parts(axis: str, mesh: Mapping[str, int]) -> int:
 
 def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The logical axes of one layer's parameter, from a stack's; other axes unchanged."""
-    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
+    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers", MTP_LAYERS))
 
 
 def per_tensor_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -166,6 +171,7 @@ class ModelShape:
       mlp_kinds: which of the first layers have experts, repeated by the layers after them; all of them, where
         num_dense_layers is not 0.
       pattern: kinds of the first layers, repeated by the layers after them.
+      mtp_num_layers: layers of multi-token prediction, which are like the last layer.
     """
 
     vocab_size: int
@@ -194,6 +200,7 @@ class ModelShape:
     num_dense_layers: int = 0
     mlp_kinds: tuple[MlpKind, ...] = ("moe",)
     pattern: tuple[str, ...] = ("global",)
+    mtp_num_layers: int = 0
 
     def has_norm(self, name: str) -> bool:
         """Whether layers have this norm of BLOCK_NORMS, or the norm of queries or keys."""
@@ -250,6 +257,8 @@ class ModelShape:
         first = self.num_dense_layers
         rest = range(self.num_dense_layers, self.num_layers)
         stacks = {"dense_layers": tuple(range(first))} if first else {}
+        if self.mtp_num_layers:
+            stacks[MTP_LAYERS] = tuple(range(self.num_layers, self.num_layers + self.mtp_num_layers))
         if self.stack_name(first) is None:
             return {**stacks, "layers": tuple(rest)}
         for name in sorted({str(self.stack_name(layer)) for layer in rest}):
@@ -258,7 +267,7 @@ class ModelShape:
 
     def of_stack(self, path: str) -> Self:
         """The shape of the layers of a stack, which are equal."""
-        layer = next(iter(self.stacks[path]), self.num_dense_layers)
+        layer = min(next(iter(self.stacks[path]), self.num_dense_layers), self.num_layers - 1)
         mixer = self.mixers[layer % len(self.mixers)]
         pattern = tuple(kind for kind in self.pattern if mixer_of(kind) == mixer)
         return dataclasses.replace(self, experts=self.experts if self.has_experts(layer) else None, pattern=pattern)
@@ -266,7 +275,8 @@ class ModelShape:
     @property
     def num_expert_layers(self) -> int:
         """The number of layers with experts, in a model that has experts."""
-        return sum(self.has_experts(layer) for layer in range(self.num_layers))
+        ahead = self.mtp_num_layers * self.has_experts(self.num_layers - 1)
+        return ahead + sum(self.has_experts(layer) for layer in range(self.num_layers))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -333,6 +343,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_dense_layers=config.first_num_dense_layers,
         mlp_kinds=config.mlp_kinds,
         pattern=config.pattern,
+        mtp_num_layers=config.mtp_num_layers,
     )
 
 
@@ -511,6 +522,16 @@ def layer_weights(shape: ModelShape) -> WeightTable:
     }
 
 
+def mtp_weights(shape: ModelShape) -> WeightTable:
+    """The weights of a layer of multi-token prediction before its block and after it."""
+    norms: WeightTable = {}
+    for name in MTP_NORMS:
+        norms |= within(name, norm_weights(shape))
+    return norms | {name: shape.weight("D D", "embed mlp") for name in ("embed_projection", "hidden_projection")}
+
+
+MTP_NORMS = ("embed_norm", "hidden_norm", "final_norm")
+
 BLOCK_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 """A layer's possible norms besides those of queries and keys."""
 
@@ -530,7 +551,8 @@ def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
     """All weights: for each stack of equal layers their number and one layer's weights; "" has the rest."""
     stacks = {"": (1, end_weights(shape))}
     for stack, layers in shape.stacks.items():
-        stacks[stack] = (len(layers), layer_weights(shape.of_stack(stack)))
+        table = layer_weights(shape.of_stack(stack))
+        stacks[stack] = (len(layers), table | (mtp_weights(shape) if stack == MTP_LAYERS else {}))
     return stacks
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
-from maxtext_lite.config.weights import end_weights, is_matrix, part_of
+from maxtext_lite.config.weights import MTP_LAYERS, MTP_NORMS, end_weights, is_matrix, mtp_weights, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
@@ -26,15 +26,16 @@ from maxtext_lite.models.layers import (
     Memory,
     Norm,
     OutputHead,
+    declare,
     projected,
     query_factor,
     scaled_queries,
     state_table,
 )
-from maxtext_lite.models.ops import Rotation, soft_capped
+from maxtext_lite.models.ops import Rotation, project, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import EXPERT_COUNTS, DecoderShape
-from maxtext_lite.parallel import Params, Tree
+from maxtext_lite.parallel import Params, Tree, constrain
 
 if TYPE_CHECKING:
     from maxtext_lite.parallel.pipeline import Pipeline
@@ -196,6 +197,7 @@ class _Modules(nnx.Module):
         self.embedding = Embedding(shape, rngs=rngs)
         self.layers = _layers(shape, block, rngs)
         self.dense_layers = _stack(shape, "dense_layers", block, rngs) if shape.num_dense_layers else None
+        self.mtp_layers = _stack(shape, MTP_LAYERS, block, rngs) if shape.mtp_num_layers else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
 
@@ -205,14 +207,14 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
     if "layers" in shape.stacks:
         return _stack(shape, "layers", block, rngs)
     mixed = nnx.Module()
-    for path in shape.stacks:
+    for path in filter(lambda path: path.startswith("layers/"), shape.stacks):
         setattr(mixed, path.removeprefix("layers/"), _stack(shape, path, block, rngs))
     return mixed
 
 
 def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) -> Any:
     """A layer whose parameters hold those of all layers of a stack, on a leading dim."""
-    layer = functools.partial(block, shape.of_stack(path))
+    layer = _layer_of(shape, path, block)
     axis, _, _ = path.partition("/")
 
     def create(key: Array) -> Any:
@@ -223,12 +225,29 @@ def _stack(shape: DecoderShape, path: str, block: BlockFactory, rngs: nnx.Rngs) 
     return nnx.merge(graph_of(layer), params)
 
 
+def _layer_of(shape: DecoderShape, path: str, block: BlockFactory) -> BlockFactory:
+    """Makes a layer of a stack; one of multi-token prediction is a block with weights before and after it."""
+    of_stack = shape.of_stack(path)
+    if path != MTP_LAYERS:
+        return functools.partial(block, of_stack)
+    table = mtp_weights(shape)
+
+    def make(*, rngs: nnx.Rngs) -> Any:
+        layer = block(of_stack, rngs=rngs)
+        declare(layer, table, shape, rngs)
+        for name in MTP_NORMS:
+            setattr(layer, name, Norm(shape, part_of(table, name)))
+        return layer
+
+    return make
+
+
 @functools.lru_cache(maxsize=64)
 def _abstract(shape: DecoderShape, block: BlockFactory) -> tuple[Any, dict[str, Any], Any]:
     """The graph of the modules, that of a layer of each stack, and the abstract parameters; found once a process."""
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
-        layers = {path: graph_of(functools.partial(block, shape.of_stack(path))) for path in shape.stacks}
+        layers = {path: graph_of(_layer_of(shape, path, block)) for path in shape.stacks}
     return graph, layers, state
 
 
@@ -365,6 +384,34 @@ class Decoder:
         """The stream after a stack of layers: all of `params["layers"]`, or some consecutive ones."""
         return self.scan_layers(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
+    def predict_ahead(
+        self, params: Params, stream: Stream, ahead: Sequence[tuple[Array, Array]]
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """Final hidden states of each layer of multi-token prediction, normed, and the stream's `aux` after them all.
+
+        Layer k reads the states of layer k - 1 and the tokens k places ahead. Like the embedding, these layers are on
+        all pipeline stages.
+
+        Args:
+          stream: with the final hidden states, normed.
+          ahead: for each layer, token_BT k places ahead, and segment_BT, 0 where that is in another document.
+        Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; published checkpoints read normed states.
+        """
+        found: list[Array] = []
+        for number, (token_BT, segment_BT) in enumerate(ahead):
+            stack = jax.tree.map(lambda x, number=number: x[number : number + 1], params[MTP_LAYERS])
+            layer: Any = nnx.merge(self._layer_graphs[MTP_LAYERS], jax.tree.map(lambda x: x[0], stack))
+            position_BT = jnp.where(segment_BT > 0, stream.position_BT + number + 1, 0)
+            embedded_BTD = layer.embed_norm(self.embed(params, token_BT, position_BT))
+            x_BTD = project(embedded_BTD, layer.embed_projection)
+            x_BTD += project(layer.hidden_norm(stream.x_BTD), layer.hidden_projection)
+            stream = stream._replace(x_BTD=constrain(x_BTD, RESIDUAL_AXES), segment_BT=segment_BT)
+            attend_of = self._attend_to(stream)
+            stream, _ = self.scan_layers(stack, stream, attend_of, first=self.shape.num_layers + number)
+            stream = stream._replace(x_BTD=layer.final_norm(stream.x_BTD))
+            found.append(stream.x_BTD)
+        return found, stream.aux
+
     def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
         """The attention or memory of each kind of layer over the stream's own tokens; it keeps nothing."""
 
@@ -420,12 +467,17 @@ class Decoder:
 
         Args:
           attend_of: a layer's attention or memory, from its kind, its number and the cache.
-          first: number of a layer of the model with the kind of the stack's first one.
+          first: number of a layer of the model with the kind of the stack's first one, or of one of multi-token
+            prediction.
         """
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
         path = "dense_layers" if first < shape.num_dense_layers else "layers"
+        kinds_of = shape.layers_from(first)
+        if first >= shape.num_layers:
+            path = MTP_LAYERS
+            kinds_of = ((shape.pattern[(shape.num_layers - 1) % len(shape.pattern)], None),)
         stacks: Tree = {None: layer_params} if path in shape.stacks else layer_params
 
         def layer(kinds: LayerKind, place: int | None, carry: Tree, entry: Tree) -> Tree:
@@ -465,7 +517,7 @@ class Decoder:
             else:  # only scores that are divided by it need a layer's number
                 entries[name] = (params, None, number_L if shape.inverse_layer_scaling else None)
         carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, entries)
+        x_BTD, aux, cache = scan_pattern(layer, kinds_of, carry, entries)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: str) -> Rotation | None:

@@ -11,7 +11,7 @@ from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
 from maxtext_lite.parallel import Params, constrain, num_shards, vmap_over_data
 from maxtext_lite.parallel.pipeline import Flight
 from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.loss import MicroBatchSums, Outputs, TokenSplit
+from maxtext_lite.training.loss import MicroBatchSums, Outputs, TokenSplit, tokens_ahead
 from maxtext_lite.training.state import StepContext
 
 Sums = TypeVar("Sums")
@@ -101,10 +101,7 @@ class _Schedule:
             return jax.lax.dynamic_index_in_dim(pieces, item % M, axis=1, keepdims=False).reshape(-1, x_BT.shape[-1])
 
         piece = {name: take(x) for name, x in rows.items()}
-        return piece | {
-            "weights": piece["weights"] * exists,
-            "segments": piece["segments"] * exists,
-        }
+        return {name: x * exists if name.startswith(("weights", "segments")) else x for name, x in piece.items()}
 
     def tick(
         self,
@@ -139,7 +136,10 @@ class _Schedule:
                 params = whole(ends)
                 x_BTD = decoder.final_norm(params, self._split(x_BTD))
                 tokens = TokenSplit(self._split, self._merge)
-                outputs = Outputs(decoder, params, x_BTD, stream.aux | aux, self._parts.config, tokens)
+                whole_stream = stream._replace(x_BTD=self._merge(x_BTD), aux=stream.aux | aux)
+                ahead, aux = decoder.predict_ahead(params, whole_stream, tokens_ahead(leaving))
+                ahead = [self._split(each) for each in ahead]
+                outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, tokens, ahead)
                 loss, sums = self._parts.objective.loss(outputs, leaving, factor)
                 return loss, (sums, outputs.expert_counts)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder, soft_capped
+from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder, Stream, soft_capped
 from maxtext_lite.models.layers import OutputHead, projected
 from maxtext_lite.models.ops import product
 from maxtext_lite.parallel import (
@@ -297,6 +297,7 @@ class Outputs:
       x_BTD: final hidden states after the norm, split as `tokens` says.
       aux: the streams' auxiliary values after all layers; {} without experts.
       config: tiles, number formats, and multipliers of auxiliary losses.
+      ahead: final hidden states of each layer of multi-token prediction, like x_BTD.
     """
 
     decoder: Decoder
@@ -305,6 +306,7 @@ class Outputs:
     aux: dict[str, Array]
     config: NumericsConfig
     tokens: TokenSplit = WHOLE
+    ahead: Sequence[Array] = ()
 
     def _head_inputs(self) -> tuple[Array, OutputHead]:
         """The final hidden states and the output projection [D, V], sharded for the loss."""
@@ -328,6 +330,20 @@ class Outputs:
         """The weighted sum of the targets' losses with the config's z-loss, and its parts."""
         how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
         return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
+
+    def mtp_loss(self, rows: Rows, factor: Array) -> Array:
+        """The loss of multi-token prediction, mean over its layers, each with a count of its own.
+
+        Args:
+          factor: as the objective's.
+        """
+        total = jnp.zeros([], jnp.float32)
+        for number, x_BTD in enumerate(self.ahead, start=1):
+            here = dataclasses.replace(self, x_BTD=x_BTD)
+            weight_BT = rows[f"weights+{number}"] * factor / len(self.ahead)
+            target_BT = self.tokens.split(rows[f"targets+{number}"])
+            total += cross_entropy(*here._head_inputs(), target_BT, self.tokens.split(weight_BT), self._readout())[0]
+        return total
 
     def nll(self, target_BT: Array, temperature: float = 1.0) -> Array:
         """The differentiable negative log-likelihood [B, T], float32, of each target."""
@@ -371,7 +387,15 @@ class Outputs:
 def forward(decoder: Decoder, params: Params, rows: Rows, config: NumericsConfig) -> Outputs:
     """The outputs for rows [B, T]; `params` as `Decoder.cast` gives them."""
     x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
-    return Outputs(decoder, params, x_BTD, aux, config)
+    stream = Stream(x_BTD, rows["segments"], rows["positions"], aux)
+    ahead, aux = decoder.predict_ahead(params, stream, tokens_ahead(rows))
+    return Outputs(decoder, params, x_BTD, aux, config, ahead=ahead)
+
+
+def tokens_ahead(rows: Rows) -> list[tuple[Array, Array]]:
+    """The tokens and document numbers that layers of multi-token prediction read; none in rows without them."""
+    count = sum(name.startswith("tokens+") for name in rows)
+    return [(rows[f"tokens+{number}"], rows[f"segments+{number}"]) for number in range(1, count + 1)]
 
 
 def target_tokens(rows: Rows) -> Array:
@@ -399,9 +423,9 @@ their multipliers, where those are not 0; moe_dropped_fraction is the share of d
 def auxiliary_metrics(aux: dict[str, Array], config: NumericsConfig) -> Metrics:
     """The AUXILIARY_METRICS that apply, from a step's means; {} without experts."""
     metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
-    if aux and config.load_balance_loss_weight:
+    if BALANCE in aux and config.load_balance_loss_weight:
         metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
-    if aux and config.router_z_loss_multiplier:
+    if ROUTER_Z in aux and config.router_z_loss_multiplier:
         metrics["router_z_loss"] = config.router_z_loss_multiplier * aux[ROUTER_Z]
     return metrics
 

@@ -92,11 +92,27 @@ class OneRowExamples:
         return batch
 
 
+@dataclasses.dataclass(frozen=True)
 class NextToken(OneRowExamples):
-    """Next-token prediction: the mean negative log-likelihood of target tokens."""
+    """Next-token prediction: the mean negative log-likelihood of target tokens.
+
+    Attributes:
+      mtp_num_layers: layers of multi-token prediction, whose mean loss is added.
+    """
+
+    mtp_num_layers: int = 0
 
     divisor = "target_tokens"
-    own_sums = ()
+    reductions = MappingProxyType({"mtp_loss": "mean"})
+
+    @property
+    def own_sums(self) -> tuple[str, ...]:
+        """The loss of multi-token prediction."""
+        return ("mtp_loss",) if self.mtp_num_layers else ()
+
+    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
+        """The examples; of a train step with what layers of multi-token prediction read, which no evaluation runs."""
+        return with_ahead(batch, self.mtp_num_layers) if "accumulation" in axes else batch
 
     def counts(self, rows: Rows) -> dict[str, Array]:
         """Target tokens."""
@@ -108,12 +124,15 @@ class NextToken(OneRowExamples):
         weight_BT = rows["weights"] * factor
         loss, sums = outputs.cross_entropy(rows["targets"], weight_BT)
         auxiliary, auxiliary_sums = outputs.auxiliary_loss(weight_BT, target_tokens(rows) * factor)
+        if outputs.ahead:
+            auxiliary_sums["mtp_loss"] = outputs.mtp_loss(rows, factor)
+            auxiliary += outputs.config.mtp_loss_scaling_factor * auxiliary_sums["mtp_loss"]
         return loss + auxiliary, sums._replace(aux=auxiliary_sums)
 
     def metrics(self, aux: dict[str, Array], count: Array, config: NumericsConfig) -> Metrics:
-        """AUXILIARY_METRICS, where there are any."""
+        """`mtp_loss` and AUXILIARY_METRICS, where there are any."""
         del count
-        return auxiliary_metrics(aux, config)
+        return {name: aux[name] for name in self.own_sums} | auxiliary_metrics(aux, config)
 
     def scores(self, outputs: Outputs, rows: Rows) -> tuple[Array, Array]:
         """Summed nll [B], float32, and target tokens [B], int32."""
@@ -137,9 +156,30 @@ NEXT_TOKEN = NextToken()
 
 
 def next_token(config: Config) -> NextToken:
-    """The same for all configs."""
-    del config
-    return NEXT_TOKEN
+    """Next-token prediction with the config's layers of multi-token prediction."""
+    return NextToken(config.mtp_num_layers)
+
+
+def with_ahead(batch: Rows, num_layers: int) -> Rows:
+    """A step's whole batch [A, B, T] with the tokens, targets, weights and segments that are k places ahead, `tokens+k`
+    and so on for each layer k of multi-token prediction.
+
+    All are 0 where the token k places ahead is in another document. The weights are multiplied by the step's target
+    tokens over those of layer k: divided by the step's count, as the loss is, each layer has a count of its own.
+    """
+    rows = dict(batch)
+    for number in range(1, num_layers + 1):
+        ahead = {name: _shifted(batch[name], number) for name in ("tokens", "targets", "weights", "segments")}
+        is_inside = (ahead["segments"] == batch["segments"]) & (ahead["segments"] > 0)
+        ahead = {name: jnp.where(is_inside, x, 0) for name, x in ahead.items()}
+        ahead["weights"] *= jnp.sum(target_tokens(batch)) / jnp.maximum(jnp.sum(target_tokens(ahead)), 1)
+        rows |= {f"{name}+{number}": x for name, x in ahead.items()}
+    return rows
+
+
+def _shifted(x: Array, places: int) -> Array:
+    """The values that many tokens later in the row, then zeros."""
+    return jnp.pad(x[..., places:], [(0, 0)] * (x.ndim - 1) + [(0, places)])
 
 
 def objective_of(config: Config) -> ScoredObjective:

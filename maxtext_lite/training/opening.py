@@ -126,6 +126,9 @@ def own_objective(config: Config, loss: Loss, sources: Sources | None) -> Object
     from maxtext_lite.training.custom_loss import custom_loss
 
     _refuse_pairs(config, "objective")
+    if config.mtp_num_layers:
+        key = f"mtp_num_layers={config.mtp_num_layers}"
+        raise UserError(f"{key} does not apply to a custom objective. Nearest that works: mtp_num_layers=0.")
     start_devices()  # processes must join before any of them computes
     return custom_loss(
         loss,

@@ -1,6 +1,7 @@
 """The optimizer and its schedule, and the accumulation of gradients over micro-batches."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -177,15 +178,18 @@ class GradientAccumulation(optax.MultiSteps):
             return updates
         assert expert_counts is not None
         mean = jnp.mean(expert_counts, axis=-1, keepdims=True)
+        load = jnp.where(mean > 0, expert_counts / jnp.where(mean > 0, mean, 1) - 1, 0)
+        steps = load if self._keeps_loads else self._bias_rate * jnp.sign(mean - expert_counts)
+        layer = 0
 
         def update(is_bias: bool, u: Array, p: Array) -> Array:
+            nonlocal layer
             if not is_bias:
                 return u
-            # In a pipeline with several rounds, a bias is stored by round.
-            if self._keeps_loads:
-                load = jnp.where(mean > 0, expert_counts / jnp.where(mean > 0, mean, 1) - 1, 0)
-                return load.reshape(u.shape) - p
-            return (self._bias_rate * jnp.sign(mean - expert_counts)).reshape(u.shape)
+            # In a pipeline with several rounds, a bias is stored by round. The stacks' order is that of the layers.
+            first, layer = layer, layer + math.prod(u.shape[:-1])
+            own = steps[first:layer].reshape(u.shape)
+            return own - p if self._keeps_loads else own
 
         return jax.tree.map(update, self._biases, updates, params)
 

@@ -25,6 +25,7 @@ from maxtext_lite.models import (
     EXPERT_COUNTS,
     ROUTER_Z,
     Decoder,
+    Stream,
 )
 from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.models.lora import merged
@@ -157,7 +158,7 @@ class Reference:
         )
         return x, aux, logits, log_partition, nll
 
-    def _with_aux(self, loss, z_loss, aux, weight_BT, weight_B):
+    def _with_aux(self, loss, z_loss, aux, weight_BT, weight_B, ahead={}):  # noqa: B006 it is read only
         config, parts = self.it.config, {}
         for name in (BALANCE, ROUTER_Z, DROPPED):
             if name in aux:
@@ -167,17 +168,49 @@ class Reference:
         if parts:
             total += config.load_balance_loss_weight * parts[BALANCE]
             total += config.router_z_loss_multiplier * parts.get(ROUTER_Z, 0)
+        if ahead:
+            total += config.mtp_loss_scaling_factor * ahead["mtp_loss"]
         counts = jnp.sum(aux[EXPERT_COUNTS], axis=0) if EXPERT_COUNTS in aux else None
-        return total, (loss, z_loss, parts, counts)
+        return total, (loss, z_loss, parts | ahead, counts)
 
     def _next_token(self, params, rows):
-        _, aux, _, log_partition, nll = self._forward(params, rows)
+        x, aux, _, log_partition, nll = self._forward(params, rows)
+        ahead, aux = self._ahead(params, rows, x, aux)
         tokens_B = jnp.sum(rows["weights"] > 0, axis=1)
         weights = rows["weights"] / tokens_B.sum()
         z_loss = jnp.sum(weights * jnp.square(log_partition))
         return self._with_aux(
-            jnp.sum(weights * nll), z_loss, aux, weights, tokens_B / tokens_B.sum()
+            jnp.sum(weights * nll),
+            z_loss,
+            aux,
+            weights,
+            tokens_B / tokens_B.sum(),
+            ahead,
         )
+
+    def _ahead(self, params, rows, x, aux):
+        """The losses of multi-token prediction by name, and `aux` with what its layers add."""
+        layers, losses = self.it.config.mtp_num_layers, []
+        if not layers:
+            return {}, aux
+        found = []
+        for number in range(1, layers + 1):
+            place = np.minimum(np.arange(LENGTH) + number, LENGTH - 1)
+            there = {name: x[:, place] for name, x in rows.items()}
+            is_inside = (there["segments"] == rows["segments"]) & (rows["segments"] > 0)
+            is_inside &= np.arange(LENGTH) + number < LENGTH
+            there["segments"] = rows["segments"] * is_inside
+            there["weights"] *= is_inside
+            found.append(there)
+        stream = Stream(x, rows["segments"], rows["positions"], aux)
+        inputs = [(there["tokens"], there["segments"]) for there in found]
+        hidden, aux = self.decoder.predict_ahead(params, stream, inputs)
+        for x_BTD, there in zip(hidden, found, strict=True):
+            log_p = jax.nn.log_softmax(self.decoder.logits(params, x_BTD), axis=-1)
+            nll = -jnp.take_along_axis(log_p, there["targets"][..., None], -1)[..., 0]
+            count = jnp.sum(there["weights"] > 0)
+            losses.append(jnp.sum(there["weights"] * nll) / count)
+        return {"mtp_loss": sum(losses) / layers}, aux
 
     def _custom(self, params, rows):
         x, aux, logits, _, nll = self._forward(params, rows)
@@ -363,7 +396,7 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
             assert (
                 got.groups == got.group_squares == 0
             )  # one group tells nothing, and costs nothing
-        elif one.name != "DPO":
+        elif one.name not in ("DPO", "MTP"):  # whose parts alone count other targets
             groups, total = groups_by_hand(one, number, point, used, replicas)
             assert got.groups == groups
             assert got.group_squares == pytest.approx(total, rel=1e-5)
