@@ -12,6 +12,7 @@ from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import MeshConfig, ModelConfig
 from maxtext_lite.config.types import WhichParameters
+from maxtext_lite.config.weights import MTP_LAYERS
 from maxtext_lite.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files
 from maxtext_lite.hf.config_json import model_keys, stored_dtype
@@ -49,7 +50,7 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     items = maxtext_items(source)
     if items is not None:
         return _import_maxtext(items, out, overrides)
-    of_maxtext = (*TOKENIZER_KEYS, *ModelConfig.model_fields)
+    of_maxtext = {*TOKENIZER_KEYS, *ModelConfig.model_fields} - {"mtp_num_layers"}
     stated = [word for word in overrides if word.partition("=")[0] in of_maxtext]
     if stated:
         raise UserError(f"{stated[0]} has no effect with {source}: it is for a checkpoint of MaxText.")
@@ -57,6 +58,8 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     base = adapter.base if adapter else source
     config = hf_config(base, overrides)
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
+    if MTP_LAYERS not in params:
+        config = config.model_copy(update={"mtp_num_layers": 0})
 
     def write() -> None:
         tokens = tokenizer_values(str(source), {})  # an adapter may have its own

@@ -25,7 +25,7 @@ Keys = Mapping[str, Any]
 _ALWAYS_STATED = (
     "model_name", "vocab_size", "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads",
     "base_num_kv_heads", "head_dim", "normalization_layer_epsilon", "logits_via_embedding", "initializer_range",
-    "capacity_factor", "load_balance_over", "lora_rank", "lora_alpha", "lora_targets",
+    "capacity_factor", "load_balance_over", "mtp_num_layers", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 _BASE = dict(parse_mapping(read_text(packaged_directory("configs") / ROOT_FILE)))
 DEFAULTS: Keys = {key: _BASE[key].value for key in ModelConfig.model_fields if key not in _ALWAYS_STATED}

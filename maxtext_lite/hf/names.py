@@ -10,14 +10,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from maxtext_lite.config import Mla, ModelConfig, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs, stacks_of
+from maxtext_lite.config.weights import MTP_LAYERS, ModelShape, Weight, model_shape, num_inputs, stacks_of
 from maxtext_lite.hf.fields import TABLE, JsonObject, Keys
 from maxtext_lite.hf.safetensors import Shape, assign
 
@@ -34,10 +34,13 @@ INPUTS_FIRST = ("gpt2",)
 """Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
 
 
-def model_of(keys: Keys) -> ModelShape:
-    """The shape of a model with these keys of the Model section."""
+def model_of(keys: Keys, params: Mapping[str, Any] = {}) -> ModelShape:
+    """The shape of a model with these keys of the Model section, and the multi-token prediction of these parameters."""
     mla = Mla(**keys["mla"]) if keys["mla"] else None
-    return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla, "load_balance_over": "example"}))
+    own = {"mla": mla, "load_balance_over": "example", "mtp_num_layers": 0}
+    if MTP_LAYERS in params:
+        own["mtp_num_layers"] = params[MTP_LAYERS]["hidden_projection"].shape[0]
+    return model_shape(ModelConfig.model_construct(**{**keys, **own}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +180,11 @@ class Table:
     layer: tuple[Name, ...]
     passed_over: str
     constants: Mapping[str, float]
+
+    def names_ahead(self, layers: Iterable[int]) -> list[str]:
+        """A tensor of each of these layers of multi-token prediction; none in a family without them."""
+        lines = [line for line in self.layer if "hidden_projection" in line.ours]
+        return [line.tensor.format(layer=layer) for line in lines for layer in layers]
 
 
 def _lines(rows: Any, prefix: str, *, paired: bool) -> Iterator[Name]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.weights import MTP_LAYERS, ModelShape
 from maxtext_lite.hf.adapter import Adapter, adapter_of
 from maxtext_lite.hf.config_json import TOWERS, family_of, model_keys, text_fields, text_tensor
 from maxtext_lite.hf.dequantized import open_directory
@@ -40,7 +41,7 @@ from maxtext_lite.hf.safetensors import (
 )
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params, Tree, on_first_host, sharding
-from maxtext_lite.training.parameter_files import Reader
+from maxtext_lite.training.parameter_files import MTP_IS_NEW, Reader, without_mtp
 
 Bounds = tuple[tuple[int, int], ...]
 """The first index of each dim, and the one after the last."""
@@ -102,13 +103,19 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
     kind = family_of(fields, where)
     keys = model_keys(fields, f"{root / 'config.json'}")
     table = TABLES[kind]
-    leaves = flat(abstract_params)
     files = open_directory(root, text_fields(fields))
     _rename(files, fields, table, where)
-    entries = entries_of(table, shapes_of(leaves), model_of(keys), where)
+    model = model_of(keys, abstract_params)
+    if model.mtp_num_layers and files.tensors.keys().isdisjoint(table.names_ahead(model.stacks[MTP_LAYERS])):
+        print(f"{where}: {MTP_IS_NEW}", file=sys.stderr)
+        abstract_params = without_mtp(abstract_params)
+        model = model_of(keys)
+    leaves = flat(abstract_params)
+    entries = entries_of(table, shapes_of(leaves), model, where)
+    _refuse_other_copies(files, entries, model, where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
-    _refuse_other_tensors(files, entries, table, keys, where)
+    _refuse_other_tensors(files, entries, table, keys, model, where)
     loaded: dict[str, jax.Array] = {}
     wrong: list[str] = []
     for entry in entries:
@@ -147,8 +154,35 @@ def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
     return entry
 
 
-def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Table, keys: Keys, where: str) -> None:
+_COPIES = {"embedding/table": "embed_tokens", "head/projection": "shared_head.head"}
+"""What layers of multi-token prediction share with the model, of which checkpoints hold copies for each."""
+
+
+def _copies(entries: list[Entry], model: ModelShape) -> Iterator[Entry]:
+    """The lines of those copies, after `entries`, those of the model's own."""
+    for entry in entries:
+        copied = _COPIES.get(entry.paths[0])
+        for layer in model.stacks.get(MTP_LAYERS, ()) if copied else ():
+            yield dataclasses.replace(
+                entry, name=dataclasses.replace(entry.name, tensor=f"model.layers.{layer}.{copied}.weight")
+            )
+
+
+def _refuse_other_copies(files: SafetensorsDir, entries: list[Entry], model: ModelShape, where: str) -> None:
+    """Refuses layers of multi-token prediction with a table or an output projection of their own."""
+    shared = {entry.paths: entry.tensor_name(0, 0) for entry in entries}
+    for copy in _copies(entries, model):
+        name = copy.tensor_name(0, 0)
+        if {name, shared[copy.paths]} <= files.tensors.keys() and not _are_equal(files, name, shared[copy.paths]):
+            needed = "Nearest that works: mtp_num_layers=0, without these layers."
+            raise UserError(f"{where}: {name} is not {shared[copy.paths]}, which it shares here. {needed}")
+
+
+def _refuse_other_tensors(
+    files: SafetensorsDir, entries: list[Entry], table: Table, keys: Keys, model: ModelShape, where: str
+) -> None:
     there = files.tensors
+    copies = [copy.tensor_name(0, 0) for copy in _copies(entries, model)]
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
     if count > 2 * len(there) + 1000:
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
@@ -169,7 +203,7 @@ def _refuse_other_tensors(files: SafetensorsDir, entries: list[Entry], table: Ta
         elif 0 in stored.shape or re.fullmatch(table.passed_over, name):
             continue
         elif _is_further_head(name, keys):
-            num_heads += 1
+            num_heads += name not in copies
         else:
             unknown.append(name)
     if num_heads:
@@ -208,7 +242,7 @@ def _constants(table: Table, num_layers: int) -> dict[str, float]:
 
 
 def _is_further_head(name: str, keys: Keys) -> bool:
-    """Whether a tensor is of a head for further tokens, which the model itself does not use.
+    """Whether a tensor is of a head for further tokens that is not read, or a copy of what it shares with the model.
 
     DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as mtp.
     """
@@ -221,12 +255,15 @@ def _is_further_head(name: str, keys: Keys) -> bool:
 def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
     """Refuses an output projection that differs from a tied model's table; a second copy is allowed."""
     (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == _TABLE)
-    head = files.view(_HEAD)
-    embedding = files.view(table)
-    same = head.dtype == embedding.dtype and np.array_equal(as_bits(head), as_bits(embedding))
-    if not same:
+    if not _are_equal(files, _HEAD, table):
         needed = "If they are to differ, config.json needs tie_word_embeddings=false."
         raise UserError(f"{where}: {_HEAD} is not {table}. {needed}")
+
+
+def _are_equal(files: SafetensorsDir, name: str, other: str) -> bool:
+    one = files.view(name)
+    two = files.view(other)
+    return one.dtype == two.dtype and np.array_equal(as_bits(one), as_bits(two))
 
 
 def _on_mesh(leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, wrong: list[str]) -> jax.Array:
@@ -284,6 +321,12 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
     """
     keys = model_keys(fields, "config.json")
     file = directory / "config.json"
+    if MTP_LAYERS in params and TABLES[fields["model_type"]].names_ahead((0,)):
+        count = model_of(keys, params).mtp_num_layers
+        fields |= {"num_mtp_layers" if "num_mtp_layers" in fields else "num_nextn_predict_layers": count}
+    elif MTP_LAYERS in params:
+        print(f"{fields['model_type']} has no place for multi-token prediction, which is left out", file=sys.stderr)
+        params = without_mtp(params)
     on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
     on_first_host(file, lambda: file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8"))
@@ -305,9 +348,10 @@ def export_parameters(
       WriteError: they cannot be written.
     """
     leaves = flat(params)
-    model = model_of(keys)
+    model = model_of(keys, params)
     table = TABLES[kind]
     entries = entries_of(table, shapes_of(leaves), model, kind)
+    entries += [*_copies(entries, model)]
     written = np.dtype(jnp.dtype(dtype))
     tensors = list(_tensors(entries, leaves, written))
     for name, value in _constants(table, model.num_layers).items():

@@ -35,7 +35,7 @@ def load_on_mesh(
     Raises:
       UserError: there are no parameters, or they belong to another model.
     """
-    decoder = make_plain_decoder(config)
+    decoder = make_plain_decoder(config.model_copy(update={"mtp_num_layers": 0}))
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))

@@ -295,8 +295,11 @@ class Decoder:
         return self.with_adapters(self._in_stages(params), key)
 
     def with_adapters(self, params: Params, key: Array) -> Params:
-        """These parameters, as the pipeline stores them, with new adapters; unchanged without LoRA."""
+        """These parameters, as the pipeline stores them, with new adapters, and new layers of multi-token prediction if
+        they lack them."""
         lora = self.shape.lora
+        if self.shape.mtp_num_layers and MTP_LAYERS not in params:
+            params = params | {MTP_LAYERS: self.init(key)[MTP_LAYERS]}
         if lora is None:
             return params
         from maxtext_lite.models.lora import joined, new_adapters

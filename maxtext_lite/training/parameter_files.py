@@ -1,5 +1,6 @@
 """Reading and writing of parameters alone, without the rest of a run's state."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.config import Config, ModelConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
@@ -18,10 +19,11 @@ from maxtext_lite.config.hints import no_directory
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.types import WhichParameters
+from maxtext_lite.config.weights import MTP_LAYERS
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.models import Lora
 from maxtext_lite.models.lora import joined, merged
-from maxtext_lite.parallel import Params, Tree, sharding
+from maxtext_lite.parallel import Params, Tree, over_all_devices, sharding
 from maxtext_lite.training.parameter_layout import (
     AVERAGE,
     StageLayout,
@@ -247,10 +249,36 @@ def _read_parameters(
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
     whole = sharding(jax.tree.leaves(abstract_params)[0].sharding.mesh)
     as_saved = _with_loads(as_saved, saved, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole))
+    if (MTP_LAYERS in saved) != (MTP_LAYERS in abstract_params):
+        is_passed_over = MTP_LAYERS in saved
+        as_saved, abstract_params = map(without_mtp, (as_saved, abstract_params))
+        if is_passed_over:
+            as_saved[MTP_LAYERS] = jax.tree.map(functools.partial(_anywhere, whole), saved[MTP_LAYERS])
+        if jax.process_index() == 0:
+            print(f"{key}={path}: {MTP_PASSED_OVER if is_passed_over else MTP_IS_NEW}", file=sys.stderr)
     if problems := _shape_differences(saved, as_saved):
         raise UserError(f"{key}={path}: {'; '.join(problems[:3])}.{_model_keys_of(directory)}")
     found = read_arrays(directory, {item: as_saved})[item]
+    found = {name: found[name] for name in abstract_params}
     return reshaped(_with_loads(found, abstract_params, _zeros), abstract_params)
+
+
+MTP_PASSED_OVER = "its layers of multi-token prediction are passed over"
+MTP_IS_NEW = "it has no layers of multi-token prediction, which start anew"
+
+
+def without_mtp(params: Params) -> Params:
+    """The parameters without layers of multi-token prediction."""
+    return {name: part for name, part in params.items() if name != MTP_LAYERS}
+
+
+def _anywhere(whole: NamedSharding, leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array that is read to be dropped, split over all devices if a dim of it divides."""
+    where = whole
+    for dim, size in enumerate(leaf.shape):
+        if size % whole.mesh.size == 0:
+            where = over_all_devices(whole.mesh, dim)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def _with_loads(params: Params, other: Params, make: Callable[[Any], Any]) -> Params:
