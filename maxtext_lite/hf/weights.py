@@ -322,8 +322,7 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
     keys = model_keys(fields, "config.json")
     file = directory / "config.json"
     if MTP_LAYERS in params and TABLES[fields["model_type"]].names_ahead((0,)):
-        count = model_of(keys, params).mtp_num_layers
-        fields |= {"num_mtp_layers" if "num_mtp_layers" in fields else "num_nextn_predict_layers": count}
+        fields = {**fields, "num_nextn_predict_layers": model_of(keys, params).mtp_num_layers}
     elif MTP_LAYERS in params:
         print(f"{fields['model_type']} has no place for multi-token prediction, which is left out", file=sys.stderr)
         params = without_mtp(params)
