@@ -264,7 +264,7 @@ def _read_parameters(
 
 
 MTP_PASSED_OVER = "its layers of multi-token prediction are passed over"
-MTP_IS_NEW = "it has no layers of multi-token prediction, which start anew"
+MTP_IS_NEW = "layers of multi-token prediction are new: it has none that are read"
 
 
 def without_mtp(params: Params) -> Params:

@@ -159,7 +159,7 @@ def test_layers_are_passed_over_or_new_or_refused_each_in_a_line(tmp_path, capsy
     }
     safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
     decoder, params = load(tmp_path)
-    assert "start anew" in capsys.readouterr().err
+    assert "multi-token prediction are new" in capsys.readouterr().err
     made = decoder.with_adapters(params, jax.random.key(3))
     equal(made[MTP_LAYERS], decoder.init(jax.random.key(3))[MTP_LAYERS])
     equal({name: x for name, x in made.items() if name != MTP_LAYERS}, plain)
