@@ -521,6 +521,7 @@ class OptimizerScaling:
       learning_rate_multiplier: m (linear), its square root (sqrt), or 1.
       configured: learning_rate, adam_b1, adam_b2 and adam_eps in the config.
       scaled: the same in the run.
+      groups: the multiplier of each group's learning rate.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.1 (linear, for SGD); Malladi et al. 2022, arXiv:2205.10287,
       definition of the square root scaling rule for Adam (sqrt, betas and epsilon).
     """
@@ -530,6 +531,7 @@ class OptimizerScaling:
     learning_rate_multiplier: float
     configured: Mapping[str, float]
     scaled: Mapping[str, float]
+    groups: Mapping[str, float]
 
 
 def rate_multiplier(rule: Literal["none", "linear", "sqrt"], ratio: Fraction) -> float:
@@ -584,7 +586,7 @@ def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScal
         scaled["adam_b1"] = float(1 - ratio * (1 - _exact(config.adam_b1)))
         scaled["adam_b2"] = float(1 - ratio * (1 - _exact(config.adam_b2)))
         scaled["adam_eps"] = config.adam_eps / math.sqrt(ratio)
-    return OptimizerScaling(rule, ratio, multiplier, configured, scaled)
+    return OptimizerScaling(rule, ratio, multiplier, configured, scaled, config.learning_rate_groups)
 
 
 def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:

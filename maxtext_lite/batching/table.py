@@ -175,6 +175,12 @@ def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    rate = plan.scaling.scaled["learning_rate"]
+    groups = [(f"  of {group}", f"{rate * by:g} = {rate:g} x {by:g}") for group, by in plan.scaling.groups.items()]
+    return [*_scaling_rows(plan), *groups]
+
+
+def _scaling_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     scaling = plan.scaling
     multiplier = plan.learning_rate_multiplier
     ratio = short_text(scaling.batch_ratio)

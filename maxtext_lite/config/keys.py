@@ -53,6 +53,7 @@ from maxtext_lite.config.types import (
     Port,
     Positive,
     PositiveShare,
+    RateGroups,
     RunsPath,
     Section,
     Seed,
@@ -642,6 +643,7 @@ class OptimizerConfig(Section):
     learning_rate: NotNegative
     learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
     learning_rate_final_fraction: Share
+    learning_rate_groups: RateGroups
     warmup_steps: StepsOrPartOfRun
     schedule_unit: Literal["steps", "examples", "tokens"]
     learning_rate_scaling: Literal["none", "linear", "sqrt"]

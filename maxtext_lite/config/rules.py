@@ -29,7 +29,7 @@ from maxtext_lite.config.keys import (
     source_names,
 )
 from maxtext_lite.config.registry import installed_names, load_installed
-from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights
+from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights, is_in_group, trained_paths
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
@@ -402,6 +402,19 @@ def _lora_targets(config: Config) -> Refusal | None:
     return refuse(config, "lora_targets", rule, ",".join(nearest) or ALL_TARGETS)
 
 
+def _learning_rate_groups(config: Config) -> Refusal | None:
+    groups = config.learning_rate_groups
+    paths = trained_paths(config) if groups else ()
+    for group in groups:
+        if not any(is_in_group(path, group) for path in paths):
+            names = dict.fromkeys(name for path in paths for name in (*path.split("/"), path))
+            nearest = {name: rate for name, rate in groups.items() if name != group}
+            nearest |= dict.fromkeys(get_close_matches(group, names, n=1), groups[group])
+            rule = f"names '{value_text(group, 40)}', which is in no path of a trained parameter"
+            return refuse(config, "learning_rate_groups", rule, {"learning_rate_groups": nearest})
+    return None
+
+
 # ---- The run, its numbers and its data -------------------------------------------------------------------------------
 
 
@@ -618,6 +631,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _mlp_pattern,
     _mtp,
     _lora_targets,
+    _learning_rate_groups,
     _experts_per_token,
     _routing_groups,
     _chosen_groups,

@@ -143,6 +143,19 @@ _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMB])\Z")
 _THOUSANDS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
+def _rate_groups(value: object) -> object:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise WrongType("is not a mapping, as {embedding: 0.1}.", [None])
+    groups: dict[str, float] = {}
+    for name, number in cast("dict[object, object]", value).items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise WrongType(f"has {value_text(number)} for {value_text(name, 40)}, not a number of at least 0.", [None])
+        groups[str(name)] = float(number)
+    return groups
+
+
 def _amount(value: object) -> int:
     """The whole number that is stated, perhaps in thousands, millions or billions: 15.1k is 15,100."""
     found = _AMOUNT.match(value) if isinstance(value, str) else None
@@ -298,6 +311,8 @@ CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
 AmountOrZero = Annotated[int, BeforeValidator(_amount), Field(ge=0, le=_LARGEST_EXACT)]
 """An integer of at least 0, which may be stated in k, M or B."""
+RateGroups = Annotated[Mapping[str, float], BeforeValidator(_rate_groups)]
+"""Numbers of at least 0 by group of parameters."""
 BatchSchedule = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_batch_schedule)]
 """Stages of (threshold, examples) with rising thresholds; empty: none."""
 Port = Annotated[int, Field(ge=0, le=65535)]

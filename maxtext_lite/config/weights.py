@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 
 from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, OutputGate, listed, mixer_of
@@ -590,3 +591,28 @@ def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
         return ()
     named = listed(config.lora_targets)
     return tuple(name for name in adaptable_weights(config) if named == (ALL_TARGETS,) or name in named)
+
+
+# ---- Groups of parameters --------------------------------------------------------------------------------------------
+
+
+def trained_paths(config: ModelConfig) -> tuple[str, ...]:
+    """The paths of the trained parameters; with LoRA they are each weight's lora_a and lora_b."""
+    adapted = adapted_weights(config)
+    paths: list[str] = []
+    for stack, (_, table) in stacks_of(model_shape(config)).items():
+        whole = within(stack, table) if stack else table
+        if not config.lora_rank:
+            paths += whole
+        elif stack:
+            names = [path for path in whole if path.rpartition("/")[2] in adapted]
+            paths += [f"{path}/lora_{matrix}" for path in names for matrix in "ab"]
+    return tuple(paths)
+
+
+def is_in_group(path: str, group: str) -> bool:
+    """Whether the names of a group, which may have wildcards, follow one another in a parameter's path."""
+    names = path.split("/")
+    wanted = group.split("/")
+    starts = range(len(names) - len(wanted) + 1)
+    return any(all(map(fnmatchcase, names[start:], wanted)) for start in starts)

@@ -14,10 +14,11 @@ from jax import Array
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
+from maxtext_lite.config.weights import is_in_group
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, unstacked
-from maxtext_lite.parallel import Tree
+from maxtext_lite.parallel import Tree, TreePath
 from maxtext_lite.training.arrays import Scalar, as_float32, map_axes
 
 _INITIAL = 2.0**16
@@ -444,6 +445,8 @@ def make_optimizer(
     else:
         rate = learning_rate_schedule(config, last=last).rate
         inner = own(lambda updates: rate(jnp.asarray(updates) + 1), axes)
+    if config.learning_rate_groups:
+        inner = _scaled(inner, _group_multipliers(config, axes))
     biases = map_axes(lambda leaf: unstacked(leaf) == ("router_bias",), axes)
     return GradientAccumulation(
         inner,
@@ -458,6 +461,34 @@ def make_optimizer(
         has_rate=own is not None,
         ema_decay=config.ema_decay,
     )
+
+
+def _group_multipliers(config: Config, axes: Tree) -> Tree:
+    """The multiplier of each parameter's learning rate by learning_rate_groups."""
+
+    def multiplier(path: TreePath, leaf: tuple[str, ...]) -> float:
+        del leaf
+        names = [str(entry.key) for entry in path]
+        if config.lora_rank:
+            names[-1] = f"lora_{names[-1]}"
+        found = 1.0
+        for group, rate in config.learning_rate_groups.items():
+            if is_in_group("/".join(names), group):
+                found = rate
+        return found
+
+    return jax.tree_util.tree_map_with_path(multiplier, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _scaled(inner: optax.GradientTransformation, multipliers: Tree) -> optax.GradientTransformation:
+    """`inner` with each parameter's updates multiplied; its state stays the same."""
+
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        updates, state = inner.update(updates, state, params)
+        # Without its gradient, a router's bias is an empty tree.
+        return jax.tree.map(optax.tree.scale, multipliers, updates), state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:
