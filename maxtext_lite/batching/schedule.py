@@ -519,7 +519,7 @@ class OptimizerScaling:
       rule: learning_rate_scaling.
       batch_ratio: m of the target; 1 without scaling.
       learning_rate_multiplier: m (linear), its square root (sqrt), or 1.
-      configured: learning_rate, adam_b1, adam_b2 and adam_eps in the config.
+      configured: learning_rate, adam_b1, adam_b2 and adam_eps (with CompleteP for this model) in the config.
       scaled: the same in the run.
       groups: the multiplier of each group's learning rate.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.1 (linear, for SGD); Malladi et al. 2022, arXiv:2205.10287,
@@ -579,14 +579,15 @@ def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScal
         "learning_rate": config.learning_rate,
         "adam_b1": config.adam_b1,
         "adam_b2": config.adam_b2,
-        "adam_eps": config.adam_eps,
+        "adam_eps": config.adam_eps / (config.width_ratio * config.depth_ratio),
     }
+    matrices = {} if config.width_ratio == 1 else {"layers' matrices": 1 / config.width_ratio}
     scaled = configured | {"learning_rate": config.learning_rate * multiplier}
     if config.scale_adam_with_batch:
         scaled["adam_b1"] = float(1 - ratio * (1 - _exact(config.adam_b1)))
         scaled["adam_b2"] = float(1 - ratio * (1 - _exact(config.adam_b2)))
-        scaled["adam_eps"] = config.adam_eps / math.sqrt(ratio)
-    return OptimizerScaling(rule, ratio, multiplier, configured, scaled, config.learning_rate_groups)
+        scaled["adam_eps"] = configured["adam_eps"] / math.sqrt(ratio)
+    return OptimizerScaling(rule, ratio, multiplier, configured, scaled, matrices | dict(config.learning_rate_groups))
 
 
 def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:

@@ -743,6 +743,8 @@ class ModelConfig(Section):
     logits_multiplier: Positive
     final_logits_soft_cap: NotNegative
     initializer_range: NotNegative
+    mup_base_emb_dim: CountOrZero
+    mup_base_num_layers: CountOrZero
     num_experts: Count
     num_experts_per_tok: Count
     base_moe_mlp_dim: CountOrMinusOne
@@ -803,6 +805,29 @@ class ModelConfig(Section):
         """The kind of each layer, those of multi-token prediction included."""
         kinds = self.layer_kinds
         return kinds + kinds[-1:] * self.mtp_num_layers
+
+    @property
+    def width_ratio(self) -> float:
+        """The width over CompleteP's base width; 1 without."""
+        return self.base_emb_dim / (self.mup_base_emb_dim or self.base_emb_dim)
+
+    @property
+    def depth_ratio(self) -> float:
+        """The number of layers over CompleteP's base; 1 without."""
+        return self.base_num_decoder_layers / (self.mup_base_num_layers or self.base_num_decoder_layers)
+
+    def with_plain_multipliers(self) -> Self:
+        """The same model with CompleteP's multipliers in the keys that state them.
+
+        Source: Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1; Yang & Hu 2022, arXiv:2203.03466.
+        """
+        plain = {
+            "residual_multiplier": self.residual_multiplier / self.depth_ratio,
+            "logits_multiplier": self.logits_multiplier / self.width_ratio,
+            "mup_base_emb_dim": 0,
+            "mup_base_num_layers": 0,
+        }
+        return self.model_copy(update=plain)
 
     @property
     def rotary_dim(self) -> int:

@@ -402,6 +402,14 @@ def _lora_targets(config: Config) -> Refusal | None:
     return refuse(config, "lora_targets", rule, ",".join(nearest) or ALL_TARGETS)
 
 
+def _complete_p(config: Config) -> Refusal | None:
+    for key in ("mup_base_emb_dim", "mup_base_num_layers"):
+        if value := getattr(config, key):
+            reason = f"beside {key}={value}: CompleteP is AdamW's, of all weights"
+            return refuse_unused(config, {"optimizer": "adamw", "lora_rank": 0}, reason)
+    return None
+
+
 def _learning_rate_groups(config: Config) -> Refusal | None:
     groups = config.learning_rate_groups
     paths = trained_paths(config) if groups else ()
@@ -631,6 +639,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _mlp_pattern,
     _mtp,
     _lora_targets,
+    _complete_p,
     _learning_rate_groups,
     _experts_per_token,
     _routing_groups,

@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -143,15 +144,25 @@ _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMB])\Z")
 _THOUSANDS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
-def _rate_groups(value: object) -> object:
-    if value is None:
-        return {}
+_NO_GROUPS = [{"learning_rate_groups": {}}]
+
+
+class _Groups(dict[str, float]):
+    """A mapping that nobody changes, with a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+def _rate_groups(value: object) -> _Groups:
     if not isinstance(value, dict):
-        raise WrongType("is not a mapping, as {embedding: 0.1}.", [None])
-    groups: dict[str, float] = {}
+        raise WrongType("is not a mapping, as {embedding: 0.1}.", _NO_GROUPS)
+    groups = _Groups()
     for name, number in cast("dict[object, object]", value).items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-            raise WrongType(f"has {value_text(number)} for {value_text(name, 40)}, not a number of at least 0.", [None])
+            raise WrongType(
+                f"has {value_text(number)} for {value_text(name, 40)}, not a number of at least 0.", _NO_GROUPS
+            )
         groups[str(name)] = float(number)
     return groups
 
@@ -311,7 +322,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
 AmountOrZero = Annotated[int, BeforeValidator(_amount), Field(ge=0, le=_LARGEST_EXACT)]
 """An integer of at least 0, which may be stated in k, M or B."""
-RateGroups = Annotated[Mapping[str, float], BeforeValidator(_rate_groups)]
+RateGroups = Annotated[Mapping[str, float], PlainValidator(_rate_groups)]
 """Numbers of at least 0 by group of parameters."""
 BatchSchedule = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_batch_schedule)]
 """Stages of (threshold, examples) with rising thresholds; empty: none."""

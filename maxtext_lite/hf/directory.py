@@ -112,7 +112,7 @@ def run_config_json(
     carried = hf_directory(directory) if directory else None
     original = read_object(carried / "config.json") if carried else {}
     return config_json(
-        config,
+        config.with_plain_multipliers(),
         max_position_embeddings=num_positions,
         dtype=dtype,
         original=original,

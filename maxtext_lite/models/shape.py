@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -121,6 +121,7 @@ class DecoderShape(ModelShape):
       scaled_embeddings: embeddings are multiplied by the square root of emb_dim.
       embedding_multiplier: embeddings are multiplied by this.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
+      width_ratio: layers' matrices start with that standard deviation over the root of this.
       attention: name of the kernel, a name of the registry's kind `attention`.
       quantization: of the matmuls with layers' weights.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
@@ -149,6 +150,7 @@ class DecoderShape(ModelShape):
     embedding_multiplier: float = 1.0
     final_soft_cap: float = 0.0
     initializer_range: float = 0.02
+    width_ratio: float = 1.0
     dtype: DTypeLike = jnp.float32
     weight_dtype: DTypeLike = jnp.float32
     grad_dtype: DTypeLike = jnp.float32
@@ -159,6 +161,10 @@ class DecoderShape(ModelShape):
     context_strategy: str = "all_gather"
     experts: ExpertShape | None = None
     lora: Lora | None = None
+
+    def of_stack(self, path: str) -> Self:
+        initial = self.initializer_range / math.sqrt(self.width_ratio)
+        return dataclasses.replace(super().of_stack(path), initializer_range=initial, width_ratio=1.0)
 
     def layers_from(self, first: int) -> tuple[tuple[str, str | None], ...]:
         """The kind and the name of the stack of each of a period of layers from `first` on; see `stack_name`."""

@@ -493,9 +493,14 @@ def _scaled(inner: optax.GradientTransformation, multipliers: Tree) -> optax.Gra
 
 def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:
     clipping = config.gradient_clipping_threshold
+    direction = _direction(config, axes)
+    if config.width_ratio != 1:  # but for the decay, so that rate x decay is the same in every width
+        rate = 1 / config.width_ratio
+        is_hidden = map_axes(lambda leaf: unstacked(leaf) != leaf and is_matrix(leaf), axes)
+        direction = _scaled(direction, jax.tree.map(lambda hidden: rate if hidden else 1.0, is_hidden))
     decayed = map_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
     return optax.chain(
         optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
-        _direction(config, axes),
+        direction,
         optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
     )

@@ -229,6 +229,8 @@ def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Params:
 def decoder_shape(config: Config) -> DecoderShape:
     """The shape of a config's decoder, with plain attention."""
     remat = remat_of(config)
+    width_ratio = config.width_ratio
+    config = config.with_plain_multipliers()
     shape = model_shape(config)
     return DecoderShape(
         **vars(dataclasses.replace(shape, experts=_expert_shape(config, shape.experts))),
@@ -250,6 +252,7 @@ def decoder_shape(config: Config) -> DecoderShape:
         embedding_multiplier=config.embedding_multiplier,
         final_soft_cap=config.final_logits_soft_cap,
         initializer_range=config.initializer_range,
+        width_ratio=width_ratio,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         grad_dtype=jnp.dtype(config.grad_dtype),
