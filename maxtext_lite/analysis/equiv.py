@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -15,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from maxtext_lite.analysis.repeat import repeats_of
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config
@@ -22,25 +23,10 @@ from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.keys import ModelConfig, source_kind
 from maxtext_lite.hf.model_directory import config_of_run
 
-STEPS = 3
 DEVICES = 8
 
 _TOKENS, _MOST_TOKENS = 64, 512
-_RUN = {
-    "steps": STEPS, "num_epochs": 0, "last_batch": "drop", "warmup_steps": 1, "checkpoint_period": STEPS,
-    "overwrite": False, "enable_checkpointing": True, "async_checkpointing": False, "eval_interval": -1,
-    "eval_fraction": 0.0, "profiler_steps": 0, "log_to": "", "prometheus_port": 0, "load_parameters_path": "",
-    "grain_worker_count": 0,
-    "learning_rate_scaling": "none", "learning_rate_scaling_of": "target", "scale_adam_with_batch": False,
-    "global_batch_size": 0, "global_batch_tokens": 0,
-    "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "pipeline_schedule": "gpipe",
-    "num_pipeline_microbatches": -1, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
-}  # fmt: skip
-_EXACT = {
-    "dtype": "float32", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "none", "loss_scale": 0,
-    "matmul_precision": "highest", "attention": "auto", "optimizer_memory_host_offload": False,
-}  # fmt: skip
-"""Number formats precise enough to compare sums, and no features that simulated devices lack."""
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
 _AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 
 
@@ -65,8 +51,7 @@ def shrunk(config: Config) -> dict[str, object]:
     rotated = 8 if config.partial_rotary_factor == 1 else 40  # any common share of 40 is an even number
     kv_heads = min(config.base_num_kv_heads, 2)
     changes: dict[str, object] = {
-        **_RUN,
-        **_EXACT,
+        **_TABLE["keys"],
         "max_target_length": num_tokens,
         "base_emb_dim": 32,
         "base_mlp_dim": 64,
@@ -167,24 +152,14 @@ WHOLE = Split("one device, one micro-batch", {}, devices=1)
 
 def splits(config: Config) -> list[Split]:
     """Ways to split the batch of a shrunk config; the plan may refuse some."""
-    stages: dict[str, object] = {"num_layers_per_pipeline_stage": _period(config), "num_pipeline_repeats": -1}
-    found = [
-        Split("data 8", _mesh(data=8)),
-        Split("data 8, ZeRO-1, 2 micro-batches", {**_mesh(data=8), "shard_optimizer_over_data": True}, 2),
-        Split("data 8, stopped after step 1 and resumed", _mesh(data=8), restarts=True),
-        Split("fsdp 8", _mesh(fsdp=8)),
-        Split("data 2 x fsdp 4, 4 micro-batches with empty slots", _mesh(data=2, fsdp=4), 4),
-        Split("fsdp 4 x tensor 2", _mesh(fsdp=4, tensor=2)),
-        Split("data 2 x fsdp 2 x context 2, 2 micro-batches", _mesh(data=2, fsdp=2, context=2), 2),
-        Split("data 4 x 2 stages, gpipe", {**_mesh(data=4, pipeline=2), **stages, "pipeline_schedule": "gpipe"}),
-        Split(
-            "data 2 x fsdp 2 x 2 stages, 1f1b, 2 micro-batches",
-            {**_mesh(data=2, fsdp=2, pipeline=2), **stages, "pipeline_schedule": "1f1b"},
-            2,
-        ),
-    ]
-    if config.num_experts > 1:
-        found.append(Split("data 2 x expert 4", _mesh(data=2, expert=4)))
+    found: list[Split] = []
+    for way in _TABLE["splits"]:
+        changes = _mesh(**way["mesh"]) | way.get("keys", {})
+        if "pipeline" in way["mesh"]:
+            changes["num_layers_per_pipeline_stage"] = _period(config)
+        if "expert" not in way["mesh"] or config.num_experts > 1:
+            restarts = way.get("restarts", False)
+            found.append(Split(way["name"], changes, way.get("accumulation", 1), restarts=restarts))
     found += [Split(name, changes, accumulation) for name, changes, accumulation in repeats_of(config).splits(config)]
     own = _own_mesh(config)
     return [*found, Split(f"the config's own axes: {own[0]}", own[1])] if own else found
@@ -207,8 +182,6 @@ def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
 
 TOLERANCE = 1e-5
 """Relative, of losses, norms and each parameter array."""
-_SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
-"""Its parameters can be compared; AdamW turns the rounding of gradients near 0 into whole steps."""
 _PLACES = ("dataset_path", "tokenizer_path", "chat_template")
 """Keys whose files may have moved with a run directory."""
 _FROZEN = "frozen"
@@ -274,7 +247,7 @@ def compare_splits(
         say(note)
     small = shrunk(config) | moved | dict(keys)
     found = splits(config)
-    yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
+    yield from _compared(path, overrides, config, small | _TABLE["sgd"], found, directory / "sgd", "sgd")
     own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
     if config.optimizer != "sgd" and own:
         yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)
@@ -326,7 +299,7 @@ def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Pat
     """
     context = multiprocessing.get_context("spawn")
     ended, ends = context.Pipe(duplex=False)
-    process = context.Process(target=_simulate, args=(devices, _train_all, path, runs, directory, ends), daemon=True)
+    process = context.Process(target=_train_all, args=(devices, path, runs, directory, ends), daemon=True)
     process.start()
     ends.close()  # the process has its own
     left = [run.name for run in runs]
@@ -342,20 +315,16 @@ def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Pat
         process.join()
 
 
-def _simulate(devices: int, train_all: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function in a process whose jax has not started, with that many simulated devices."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    train_all(*arguments)
-
-
-def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: Connection) -> None:
-    """Trains each run, in the process that simulates devices; writes an error into the run's failed.txt.
+def _train_all(devices: int, path: str | None, runs: Sequence[_Run], directory: Path, ended: Connection) -> None:
+    """Trains each run in a process whose jax has not started, with that many simulated devices; writes an error into
+    the run's failed.txt.
 
     Args:
       ended: gets the name of each run.
     """
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
+    os.environ["JAX_PLATFORMS"] = "cpu"
     from maxtext_lite.training.hooks import Callback
 
     class End(Callback):
@@ -370,10 +339,8 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 config = load_config(path, run.words)
-                train = functools.partial(repeats_of(config).train, config, directory.parent / _FROZEN)
-                if run.restarts:
-                    train([End()])
-                train([])
+                for callbacks in [[End()]] * run.restarts + [[]]:
+                    repeats_of(config).train(config, directory.parent / _FROZEN, callbacks)
         except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others continue
             (directory / run.name).mkdir(parents=True, exist_ok=True)
             (directory / run.name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
@@ -406,26 +373,21 @@ def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
     for key in whole.keys() & other.keys():
         expected, loss = whole[key].get("loss"), other[key].get("loss")
         if expected is not None and loss is not None:  # null where it is not finite
-            size = abs(expected) or 1.0  # 0 in a step without targets
-            if is_around_0("loss", whole[key]):
-                size = 1.0
+            size = 1.0 if is_around_0("loss", whole[key]) else abs(expected) or 1.0  # 0 in a step without targets
             largest = max(largest, abs(loss - expected) / size)
-    verdict = Verdict(split, optimizer, loss=largest)
     compared = compare_metrics(runs, TOLERANCE)
     last, last_of_split = compared.last
+    difference = ""
     if compared.difference is not None:
         field, (first, second) = next(iter(compared.difference.fields.items()))
         difference = f"step {compared.difference.step}: {field} {first} and {second}"
-        verdict = dataclasses.replace(verdict, difference=difference)
     elif last != last_of_split:
-        return dataclasses.replace(verdict, difference=f"the run ends after step {last_of_split}, not {last}")
-    if difference := compare_recorded(runs, TOLERANCE):
-        verdict = dataclasses.replace(verdict, difference=difference)
+        return Verdict(split, optimizer, "", f"the run ends after step {last_of_split}, not {last}", largest)
+    difference = compare_recorded(runs, TOLERANCE) or difference
     if optimizer != "sgd":
-        return verdict
+        return Verdict(split, optimizer, "", difference, largest)
     saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step
-    if saved.arrays and not verdict.difference:
+    if saved.arrays and not difference:
         array = max(saved.arrays, key=lambda name: saved.arrays[name])
         difference = f"{array} after step {saved.step}: {saved.arrays[array]:.3g}"
-        verdict = dataclasses.replace(verdict, difference=difference)
-    return dataclasses.replace(verdict, parameters=saved.largest)
+    return Verdict(split, optimizer, "", difference, largest, saved.largest)

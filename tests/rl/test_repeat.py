@@ -3,6 +3,7 @@
 Faults are planted by tests/mutants.
 """
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,9 +40,11 @@ def run_here(devices, path, runs, directory):
     """`equiv._run_on` in this process, which has 8 devices."""
     names = []
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+            patch.setenv(name, os.environ[name])
         if devices == 1:
             use_one_device(patch)
-        TRAIN_ALL(path, runs, directory, SimpleNamespace(send=names.append))
+        TRAIN_ALL(devices, path, runs, directory, SimpleNamespace(send=names.append))
     yield from names
 
 
