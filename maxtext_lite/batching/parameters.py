@@ -18,6 +18,12 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of each dtype."""
 
 
+def moment_block(size: int) -> int:
+    """Elements that share a scale along a last dim of `size`, of moments in eight bits: its largest divisor from 32 to
+    256, or else all."""
+    return next((block for block in range(256, 31, -1) if size % block == 0), size)
+
+
 @dataclass(frozen=True)
 class ParameterCount:
     """Parameters of the whole model, or of one device's shard.

@@ -17,7 +17,7 @@ from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.config.weights import is_in_group
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
-from maxtext_lite.models import is_matrix, unstacked
+from maxtext_lite.models import is_matrix, root_key, unstacked
 from maxtext_lite.parallel import Tree, TreePath
 from maxtext_lite.training.arrays import Scalar, as_float32, map_axes
 
@@ -127,6 +127,8 @@ class GradientAccumulation(optax.MultiSteps):
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
       on_host: between updates the state is in pinned host memory.
       has_rate: the inner optimizer applies its own learning rate.
+      state_dtype: of the inner optimizer's moments between updates.
+      seed: of their rounding.
       ema_decay: of the moving average of the parameters; 0: there is none.
     """
 
@@ -144,6 +146,8 @@ class GradientAccumulation(optax.MultiSteps):
         over_data: bool = False,
         on_host: bool = False,
         has_rate: bool = False,
+        state_dtype: str = "float32",
+        seed: int = 0,
         ema_decay: float = 0.0,
     ):
         if biases is not None:
@@ -159,6 +163,8 @@ class GradientAccumulation(optax.MultiSteps):
         self.over_data = over_data
         self.on_host = on_host
         self._has_rate = has_rate
+        self.state_dtype = state_dtype
+        self._seed = seed
         self.ema_decay = ema_decay
 
     def init(self, params: Tree) -> optax.MultiStepsState:
@@ -166,12 +172,29 @@ class GradientAccumulation(optax.MultiSteps):
         `every_k_schedule` is 1.
         """
         wide = as_float32(params)
-        state: Any = super().init(wide)
+        state: Any = self.narrow(super().init(wide))
         if self.has_masters(params):
             state = state._replace(inner_opt_state=WithMaster(state.inner_opt_state, wide))
         if self.loss_scaling:
             state = state._replace(skip_state=self.loss_scaling.init())
         return state if self._keeps_sum else state._replace(acc_grads=())
+
+    def narrow(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
+        """A state after its last update, with its moments in `state_dtype`."""
+        if self.state_dtype == "float32":
+            return state
+        from maxtext_lite.training.moments import narrow
+
+        key = jax.random.fold_in(root_key(self._seed), state.gradient_step)
+        return narrow(state, self.state_dtype, key)
+
+    def widen(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
+        """A state with its moments in float32."""
+        if self.state_dtype == "float32":
+            return state
+        from maxtext_lite.training.moments import widen
+
+        return widen(state)
 
     def _set_bias_updates(self, updates: Tree, params: Tree, expert_counts: Array | None) -> Tree:
         """Replaces the updates of the routers' biases by those that the expert counts ask for."""
@@ -247,7 +270,7 @@ class GradientAccumulation(optax.MultiSteps):
           expert_counts: the tokens that chose each expert in the step, [L, E] of the layers with experts; needed where
             routers have biases.
         """
-        inner, master = _inner_and_master(state)
+        inner, master = _inner_and_master(self.widen(state))
         wide = as_float32(params) if master is None else master
         updates, inner = self.inner_opt.update(gradients, inner, wide)
         if not self._has_rate:
@@ -259,7 +282,8 @@ class GradientAccumulation(optax.MultiSteps):
             master = optax.apply_updates(master, updates)
             new_params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
             inner = WithMaster(inner, master)
-        return new_params, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
+        state = state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
+        return new_params, self.narrow(state)
 
     def average(self, average: Tree, params: Tree, state: optax.MultiStepsState) -> Tree:
         """The float32 moving average after an update to these parameters and this state."""
@@ -269,13 +293,14 @@ class GradientAccumulation(optax.MultiSteps):
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra_args: Tree) -> tuple[Tree, Tree]:
         """As the original: at every `every_k_schedule`-th call the updates of the sum, otherwise zeros."""
-        inner, master = _inner_and_master(state)
+        inner, master = _inner_and_master(self.widen(state))
         sums = state.acc_grads if self._keeps_sum else self.accumulator(updates)
         plain = state._replace(inner_opt_state=inner, acc_grads=sums)
         found, new = super().update(as_float32(updates), plain, params if master is None else master, **extra_args)
         if master is not None:
             new = new._replace(inner_opt_state=WithMaster(new.inner_opt_state, optax.apply_updates(master, found)))
         new = new._replace(skip_state=state.skip_state)
+        new = self.narrow(new)
         return found, new if self._keeps_sum else new._replace(acc_grads=())
 
 
@@ -460,6 +485,8 @@ def make_optimizer(
         on_host=config.optimizer_memory_host_offload,
         has_rate=own is not None,
         ema_decay=config.ema_decay,
+        state_dtype=config.optimizer_state_dtype,
+        seed=config.seed,
     )
 
 

@@ -342,8 +342,8 @@ def state_shardings(parts: StepContext) -> TrainState:
 def _opt_state_shardings(parts: StepContext) -> Tree:
     """Optimizer state of a parameter's shape has its gradient's sharding.
 
-    State that lacks one dim of its parameter (adafactor's means over it) has that sharding without the dim; the rest,
-    which is counts, is replicated.
+    State that lacks one dim of its parameter (adafactor's means over it) has that sharding without the dim, and the
+    scales of blocks without that of the last dim; the rest, which is counts, is replicated.
     """
     everywhere = sharding(parts.mesh)
     trained = parts.decoder.trained(parts.decoder.abstract_params)
@@ -359,6 +359,8 @@ def _opt_state_shardings(parts: StepContext) -> Tree:
             shape, where = sharding_of.get(names[first:], ((), everywhere))
             if shape == leaf.shape:
                 return where
+            if shape and shape[:-1] == leaf.shape[:-1]:  # scales of blocks
+                return with_dims(where, len(shape), len(shape) - 1, len(shape), 1)
             for dim in reversed(range(len(shape))):
                 if (*shape[:dim], *shape[dim + 1 :]) == leaf.shape:
                     return with_dims(where, len(shape), dim, dim + 1, 0)
