@@ -61,9 +61,24 @@ def widen(state: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(of_moment, state, is_leaf=lambda node: isinstance(node, Quantized))
 
 
+def _random_bits(key: Array, shape: tuple[int, ...]) -> Array:
+    """32 random bits for each element from its place in row-major order. Unlike jax.random, one fused loop everywhere.
+
+    Source: the mixer is lowbias32 of Wellons 2018, Prospecting for Hash Functions.
+    """
+    bits = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        bits = bits * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    for word in jax.random.bits(key, (2,)):
+        bits ^= word
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+        bits ^= bits >> 16
+    return bits
+
+
 def _round_to_bfloat16(x: Array, key: Array) -> Array:
-    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(key, x.shape) >> 16)
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
@@ -78,7 +93,7 @@ def _quantize(x: Array, key: Array, *, is_square: bool) -> Quantized:
     below = jnp.minimum(jnp.floor(last * root), last - 1)
     low = _size(below, dtype)
     share = (size - low) / (_size(below + 1, dtype) - low)
-    code = below + (share > jax.random.uniform(key, blocks.shape))
+    code = below + (share * 2.0**24 > _random_bits(key, blocks.shape) >> 8)
     if is_square:  # a divisor: never 0 where a gradient was not
         code = jnp.maximum(code, size > 0)
     codes = (jnp.sign(blocks) * code).astype(dtype).reshape(x.shape)
