@@ -615,11 +615,18 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
         cast = copies * trained.matrices + (count.matrices if config.lora_rank else 0)
         why = "matrices of layers in `dtype`, from which they are gathered"
         yield MemoryLine("weights in dtype", "weights", cast * BYTES[config.dtype], why, PASSES)
-    # In float32, whatever the weights are.
-    state = _optimizer_elements(config, mesh, trained) * 4
-    state = copies * (state // mesh["data"] if config.shard_optimizer_over_data else state)
+    # Whatever the weights are.
+    dtype = config.optimizer_state_dtype
+    elements = _optimizer_elements(config, mesh, trained)
+    state = BYTES[dtype] * elements
+    if dtype == "int8":
+        from maxtext_lite.analysis.optimizer_state import count_scales
+
+        state += 4 * _optimizer_elements(config, mesh, count_scales(config, mesh))
+    shares = mesh["data"] if config.shard_optimizer_over_data else 1
+    state = copies * (state // shares)
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
-    yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
+    yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in {dtype}", when)
     if config.optimizer == "muon":
         from maxtext_lite.analysis.optimizer_state import count_orthogonalized
 
@@ -636,7 +643,8 @@ def _state_lines(step: DeviceStep) -> Iterator[MemoryLine]:
         yield MemoryLine("average of parameters", "optimizer_state", average, "of ema_decay, in float32", when)
     if step.accelerator.platform == "cpu":
         # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
-        yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
+        copied = copies * (4 * elements // shares) + masters
+        yield MemoryLine("state, copied", "weights", copied, "old moments while new are written", ("update",))
 
 
 def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:

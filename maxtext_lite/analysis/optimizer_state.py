@@ -1,10 +1,11 @@
 """Elements of a device's optimizer state and work, beside those of its parameters."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxtext_lite.batching.parameters import parts_on_device, weights_by_part
+from maxtext_lite.batching.parameters import ParameterCount, moment_block, parts_on_device, weights_by_part
 from maxtext_lite.batching.topology import num_repeats
 from maxtext_lite.config import Config, ModelConfig
 from maxtext_lite.config.weights import MESH_AXES_OF_WEIGHTS, Weight, num_inputs, per_tensor_axes
@@ -23,6 +24,16 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
         if is_trained:
             elements += count * _factored(weight, mesh)
     return elements
+
+
+def count_scales(config: ModelConfig, mesh: Mapping[str, int]) -> ParameterCount:
+    """The scales per device of one moment in eight bits of each trained parameter; no axis splits their last dim."""
+    scales = Counter[str]()
+    for part, count, weight in weights_by_part(config, mesh):
+        last = weight.sizes[-1]
+        part = part if config.lora_rank == 0 else {"adapters": "matrices"}.get(part, "frozen")
+        scales[part] += count * math.prod(parts_on_device(weight, mesh)[:-1]) * (last // moment_block(last))
+    return ParameterCount(scales["matrices"], scales["tables"], scales["norms"])
 
 
 class Orthogonalized(NamedTuple):

@@ -14,7 +14,7 @@ from maxtext_lite.config.errors import divisors
 from maxtext_lite.config.keys import ATTENTION_KINDS, LOCAL_KINDS, mixer_of
 from maxtext_lite.config.weights import Weight, layer_kind, model_shape, num_parts, stacks_of
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of an element of each dtype."""
 
 
