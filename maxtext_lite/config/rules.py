@@ -485,6 +485,13 @@ def _scaled_by_stage(config: Config) -> Refusal | None:
     return refuse(config, "learning_rate_scaling_of", rule, "target", {"scale_adam_with_batch": False})
 
 
+def _state_dtype(config: Config) -> Refusal | None:
+    if config.optimizer_state_dtype == "float32" or config.optimizer != "adafactor":
+        return None
+    rule = "with optimizer=adafactor, whose moments are means over rows and columns"
+    return refuse(config, "optimizer_state_dtype", rule, "float32")
+
+
 def _diloco(config: Config) -> Refusal | None:
     """Between synchronizations a replica knows only its own examples, parameters and optimizer state."""
     if not config.enable_diloco:
@@ -652,6 +659,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _overwrite,
     _scaled_adam,
     _scaled_by_stage,
+    _state_dtype,
     _diloco,
     _remat_lists,
     _number_format,

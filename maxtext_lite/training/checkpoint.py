@@ -316,6 +316,11 @@ class CheckpointReader:
         """Step of the newest checkpoint that counts, or soon will; None without one."""
         return self._newest
 
+    def state_dtype(self) -> str:
+        """The `optimizer_state_dtype` of the newest checkpoint."""
+        starts = read_about(self._directory / str(self._newest)).get("starts")
+        return starts[-1]["settings"].get("optimizer_state_dtype", "float32") if starts else "float32"
+
     def restore(self, abstract: TrainState) -> tuple[TrainState, TrainProgress]:
         """The newest checkpoint in the shardings of `abstract`, whatever mesh and pipeline it was saved from.
 

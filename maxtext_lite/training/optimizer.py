@@ -1,5 +1,6 @@
 """The optimizer and its schedule, and the accumulation of gradients over micro-batches."""
 
+import copy
 import dataclasses
 import math
 import operator
@@ -187,6 +188,12 @@ class GradientAccumulation(optax.MultiSteps):
 
         key = jax.random.fold_in(root_key(self._seed), state.gradient_step)
         return narrow(state, self.state_dtype, key)
+
+    def with_state_dtype(self, dtype: str) -> "GradientAccumulation":
+        """This optimizer with its moments in another dtype."""
+        other = copy.copy(self)
+        other.state_dtype = dtype
+        return other
 
     def widen(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
         """A state with its moments in float32."""

@@ -52,6 +52,7 @@ from maxtext_lite.training.state import (
     make_parts,
     optimizer_of_run,
     state_from,
+    with_moments_converted,
 )
 
 EXCLUDED = "excluded_rows.jsonl"
@@ -274,7 +275,11 @@ class TrainingRun:
 
     def _restore(self, saved: CheckpointReader) -> tuple[TrainState, TrainProgress]:
         abstract = self.abstract_state
-        state, counts = saved.restore(abstract)
+        here = self.parts.optimizer
+        then = here.with_state_dtype(saved.state_dtype())
+        state, counts = saved.restore(abstract_state(dataclasses.replace(self.parts, optimizer=then)))
+        if then.state_dtype != here.state_dtype:
+            state = with_moments_converted(self.parts, state, then)
         self._mix(counts)
         step = counts.step
         examples_seen = counts.examples_seen

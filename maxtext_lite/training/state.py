@@ -389,6 +389,19 @@ def abstract_state(parts: StepContext) -> TrainState:
     )
 
 
+def with_moments_converted(parts: StepContext, state: TrainState, then: GradientAccumulation) -> TrainState:
+    """A state of the optimizer `then` in the `state_dtype` of this one, each leaf where it belongs."""
+
+    def convert(opt_state: optax.MultiStepsState) -> optax.MultiStepsState:
+        return parts.optimizer.narrow(then.widen(opt_state))
+
+    where = state_shardings(parts).opt_state
+    on_devices = jax.tree.map(lambda leaf: leaf.with_memory_kind("device"), where)
+    opt_state = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), state.opt_state)
+    converted = jax.jit(jax.vmap(convert) if parts.local else convert, out_shardings=on_devices)(opt_state)
+    return dataclasses.replace(state, opt_state=jax.device_put(converted, where))
+
+
 def init_state(parts: StepContext, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
     create = jax.jit(lambda key: _state_of(parts, parts.decoder.init(key)), out_shardings=state_shardings(parts))
