@@ -7,8 +7,12 @@ import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from maxtext_lite.config import load_config
+from maxtext_lite.training import train
 from maxtext_lite.training.moments import narrow, widen
+from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import GradientAccumulation
+from tests.training.conftest import TINY
 from tests.training.test_meshes_of_the_update import MESHES, update_twice
 
 
@@ -68,3 +72,33 @@ def test_a_mesh_changes_no_bit_of_a_moment(setup, mesh, keys):
     _, (_, wanted) = update_twice(setup(*keys))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert_array_equal(x, y.reshape(x.shape))
+
+
+RUN = "dataset_type=synthetic global_batch_size=8 per_device_batch_size=-1 eval_interval=-1 run_name=run steps=2"
+RESTORED = [  # dtypes of the checkpoint and of the resume, and the keys of the resume
+    ("float32", "int8", "ici_pipeline_parallelism=2"),
+    ("int8", "bfloat16", "shard_optimizer_over_data=true ici_data_parallelism=4"),
+    ("int8", "float32", "optimizer_memory_host_offload=true ici_tensor_parallelism=2"),
+]
+
+
+@pytest.mark.parametrize(("saved", "here", "keys"), RESTORED)
+def test_a_resume_converts_moments_on_any_mesh(tmp_path, saved, here, keys):
+    def config_of(*more):
+        path = f"base_output_directory={tmp_path}"
+        return load_config(None, [*TINY, *RUN.split(), path, *more])
+
+    then = train(config_of(f"optimizer_state_dtype={saved}")).state
+    run = open_run(config_of(f"optimizer_state_dtype={here}", *keys.split()))
+    with run.opened(print):
+        now, _ = run.restore_or_init()
+    states = (
+        widen(jax.device_get(state.opt_state)).inner_opt_state[1]
+        for state in (now, then)
+    )
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        error = np.linalg.norm(x - y.reshape(x.shape))
+        assert error <= (0.03 if here != "float32" else 0) * np.linalg.norm(y)
+    wanted, found = map(jax.tree.leaves, (run.abstract_state, now))
+    for like, x in zip(wanted, found, strict=True):
+        assert (like.shape, like.dtype, like.sharding) == (x.shape, x.dtype, x.sharding)
