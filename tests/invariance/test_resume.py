@@ -84,10 +84,10 @@ def load_of_the_batch(lines, state):
 
 def narrow(lines, state):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
-    wide = {
+    dtypes = {
         leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1
     }
-    assert wide == {"float32"}
+    assert dtypes == {"float32", "int8", "uint8"}
 
 
 CHECKS = {
