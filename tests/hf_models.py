@@ -97,7 +97,9 @@ def _old(fields: dict[str, Any]) -> dict[str, Any]:
         rope = rope["full_attention"]
     if fields["model_type"] == "gemma2":
         fields["hidden_act"] = "gelu"  # the checkpoints of version 4 have both
-    if rope is None:
+    if (
+        rope is None or "rope_theta" not in rope
+    ):  # Mellum's default, which has no old form
         return fields
     fields["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:

@@ -30,12 +30,21 @@ from maxtext_lite.hf.parts import (
     LearnedPositions,
     OutBias,
     Part,
+    Scaled,
     SharedWidth,
 )
-from maxtext_lite.hf.rotation import MultipliedRope, PositionScaling, RopeByLayerType, RopeFields, RotaryDim
+from maxtext_lite.hf.rotation import (
+    MultipliedRope,
+    PositionScaling,
+    RopeByLayerType,
+    RopeFields,
+    RotaryDim,
+    ThetaByLayer,
+)
 
 PARTS: Mapping[str, Callable[..., Part]] = {
     "keys": Fixed,
+    "scaled": Scaled,
     "heads": Heads,
     "latent_widths": LatentWidths,
     "learned_positions": LearnedPositions,
@@ -55,6 +64,7 @@ PARTS: Mapping[str, Callable[..., Part]] = {
     "position_scaling": PositionScaling,
     "multiplied_rope": MultipliedRope,
     "rotary_dim": RotaryDim,
+    "theta_by_layer": ThetaByLayer,
 }
 """The rows of families.yml that are about several fields, by their names there."""
 

@@ -89,8 +89,9 @@ class LayerTypes(Part):
       window: the default of `sliding_window`; 0: none.
       switched: no layer has one unless `use_sliding_window` is true.
       listed: `layer_types` may name each layer's kind.
-      every: all but each `every`th layer have a window; 0: all.
-      since_first: of every `every` layers the first one has no window, not the last.
+      every: all but one of `every` layers have a window; 0: all.
+      without: which of them has none, from 0; -1: the last.
+      ends: the first and the last layer have none either.
       has_pattern: `pattern_field` states `every`.
       since: the default of `max_window_layers`: the layers from it on have a window, or with `every` those before it.
       rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
@@ -102,7 +103,8 @@ class LayerTypes(Part):
     switched: bool = False
     listed: bool = True
     every: int = 0
-    since_first: bool = False
+    without: int = -1
+    ends: bool = False
     has_pattern: bool = False
     pattern_field: str = "sliding_window_pattern"
     since: int | None = None
@@ -136,7 +138,10 @@ class LayerTypes(Part):
         if not every:
             return [LOCAL if layer >= first else GLOBAL for layer in layers]
         last = len(layers) if self.since is None else first
-        return [LOCAL if (layer + (not self.since_first)) % every and layer < last else GLOBAL for layer in layers]
+        kinds = [LOCAL if (layer - self.without) % every and layer < last else GLOBAL for layer in layers]
+        if self.ends and kinds:
+            kinds[0] = kinds[-1] = GLOBAL
+        return kinds
 
     def write(self, config: ModelConfig) -> JsonObject:
         kinds = layer_kinds(config)
@@ -311,12 +316,20 @@ class MlpTypes(Part):
         return {"mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers]}
 
 
+@dataclass(frozen=True)
 class SparseStep(Part):
-    """Qwen's: every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`."""
+    """Qwen's: every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`.
+
+    Attributes:
+      dense: the default of `mlp_only_layers`.
+    """
+
+    dense: Sequence[int] = ()
 
     def read(self, fields: Fields) -> JsonObject:
         step = fields.whole("decoder_sparse_step", 1)
-        dense = _numbers(fields, "mlp_only_layers") or []
+        stated = _numbers(fields, "mlp_only_layers")
+        dense = self.dense if stated is None else stated
         has = [layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers)]
         return _expert_keys(fields, has, "mlp_only_layers" if dense else "decoder_sparse_step")
 

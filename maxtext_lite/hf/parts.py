@@ -105,6 +105,39 @@ def _rounded(value: float) -> float:
 
 
 @dataclass(frozen=True)
+class Scaled(Part):
+    """A field that is a key times a power of a size; null: the key is 1.
+
+    Attributes:
+      key: the key.
+      default: of a missing field, which is an integer if this is one.
+      size, size_key: the size, as a field and as a key.
+      power: key = field * size ** power.
+    """
+
+    name: str
+    _: KW_ONLY
+    key: str
+    default: float
+    size: str
+    size_key: str
+    power: float
+
+    def read(self, fields: Fields) -> JsonObject:
+        if fields.is_null(self.name):
+            return {self.key: 1.0}
+        value = fields.take(self.name, self.default, key=self.key)
+        if not is_real(value) or not value:
+            fields.refuse(self.name, value, "is not a number above 0.")
+            return {self.key: 1.0}
+        return {self.key: _rounded(value * fields.size(self.size, 1) ** self.power)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        value = getattr(config, self.key) / getattr(config, self.size_key) ** self.power
+        return {self.name: round(value) if isinstance(self.default, int) else value}
+
+
+@dataclass(frozen=True)
 class Ignored(Part):
     """A field of the family that transformers does not read."""
 

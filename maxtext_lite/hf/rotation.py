@@ -7,7 +7,7 @@ from typing import Any
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.keys import ROPE_ENTRIES, ModelConfig
 from maxtext_lite.hf.fields import Fields, JsonObject, is_whole
-from maxtext_lite.hf.layers import GLOBAL, LOCAL
+from maxtext_lite.hf.layers import GLOBAL, LOCAL, LayerTypes, pattern_of
 from maxtext_lite.hf.parts import Part, is_real
 
 # In a config.json, ntk is called dynamic.
@@ -216,6 +216,47 @@ class RotaryDim(RopeFields):
         return keys
 
 
+class ThetaByLayer(RopeFields):
+    """Granite's windows, by default in three of four layers, and the base of each layer's rotation; 0: it has none."""
+
+    _WINDOWS = LayerTypes(window=128, every=4, without=0)
+
+    def read(self, fields: Fields) -> JsonObject:
+        keys = super().read(fields) | self._WINDOWS.read(fields)
+        name = "layer_rope_theta"
+        thetas = fields.listed(name)
+        pattern = keys["layer_pattern"].split(",")
+        kinds = [pattern[layer % len(pattern)] for layer in range(fields.num_layers)]
+        if thetas is None:
+            return keys
+        if len(thetas) != len(kinds) or not all(map(is_real, thetas)):
+            fields.refuse(name, thetas, f"is not a list of numbers, one for each of {len(kinds)} layers.")
+            return keys
+        bases: dict[str, float] = {}
+        for kind, theta in zip(kinds, thetas, strict=True):
+            if theta and bases.setdefault(kind, theta) != theta:
+                fields.refuse(name, theta, f"cannot be expressed: another {kind} layer has {bases[kind]}.")
+        base = bases.get("global", bases.get("local", keys["rope_max_timescale"]))
+        local = bases.get("local", base)
+        if local != base and keys["rope_scaling"]:
+            fields.refuse(name, local, f"cannot be expressed: with a rope_type all must be {base}.")
+        fields.names |= {"layer_pattern": name, "rope_max_timescale": name, "rope_local_max_timescale": name}
+        unrotated = {"global": "nope", "local": "local_nope"}
+        kinds = [kind if theta else unrotated[kind] for kind, theta in zip(kinds, thetas, strict=True)]
+        keys |= {"layer_pattern": pattern_of(kinds), "rope_max_timescale": base}
+        return keys | {"rope_local_max_timescale": local if local != base else 0.0}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        kinds = config.layer_kinds
+        base = config.rope_max_timescale
+        bases = {"global": base, "local": config.rope_local_max_timescale or base}
+        return super().write(config) | {
+            "layer_types": [LOCAL if kind.startswith("local") else GLOBAL for kind in kinds],
+            "sliding_window": config.sliding_window_size or self._WINDOWS.window,
+            "layer_rope_theta": [bases.get(kind, 0) for kind in kinds],
+        }
+
+
 @dataclass(frozen=True)
 class RopeByLayerType(Part):
     """Rotary positions by the kind of layer: local layers have a base of their own and no scaling.
@@ -223,15 +264,17 @@ class RopeByLayerType(Part):
     Attributes:
       theta, local_theta: the default bases.
       has_field: the local base has a field, `rope_local_base_freq`.
+      has_old: `rope_theta` and `rope_scaling` are read too.
     """
 
     theta: float = 1_000_000.0
     local_theta: float = 10_000.0
     has_field: bool = True
+    has_old: bool = True
 
     def read(self, fields: Fields) -> JsonObject:
         new = fields.mapping("rope_parameters")
-        old = fields.mapping("rope_scaling")
+        old = fields.mapping("rope_scaling") if self.has_old else {}
         parts = {kind: new.pop(kind, {}) for kind in (GLOBAL, LOCAL)}
         for kind, part in parts.items():
             if not isinstance(part, dict):
@@ -244,7 +287,10 @@ class RopeByLayerType(Part):
             fields.refuse("rope_scaling", old, "says type, which transformers does not read here: say rope_type.")
         whole = parts[GLOBAL] | old
         local = dict(parts[LOCAL])
-        theta = _stated(fields, "rope_parameters", whole, "rope_theta", "rope_theta", self.theta)
+        if self.has_old:
+            theta = _stated(fields, "rope_parameters", whole, "rope_theta", "rope_theta", self.theta)
+        else:
+            theta = whole.pop("rope_theta", self.theta)
         if self.has_field:
             base = "rope_local_base_freq"
             local_theta = _stated(fields, "rope_parameters", local, "rope_theta", base, self.local_theta)
@@ -272,4 +318,6 @@ class RopeByLayerType(Part):
         fields["rope_parameters"] = {GLOBAL: fields["rope_parameters"], LOCAL: of_local}
         if self.has_field:
             fields["rope_local_base_freq"] = local
+        if not self.has_old:
+            del fields["rope_theta"], fields["rope_scaling"]
         return fields
