@@ -244,8 +244,10 @@ def _constants(table: Table, num_layers: int) -> dict[str, float]:
 def _is_further_head(name: str, keys: Keys) -> bool:
     """Whether a tensor is of a head for further tokens that is not read, or a copy of what it shares with the model.
 
-    DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as mtp.
+    DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as model.mtp_, K-EXAONE and Mellum as mtp.
     """
+    if name.startswith("mtp."):
+        return True
     found = re.match(r"model\.(layers\.(?P<layer>\d+)\.|mtp_)", name)
     if not keys["routed_bias"] or found is None:
         return False
