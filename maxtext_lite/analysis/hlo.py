@@ -136,12 +136,12 @@ class Runs(NamedTuple):
     """How often one run of a module executes a computation.
 
     Attributes:
-      times: None if a loop around it has an unknown trip count. Every branch of a conditional counts as taken.
+      times: NaN if a loop around it has an unknown trip count. Every branch of a conditional counts as taken.
       in_loop: it is inside a loop.
       inside: it is part of an instruction, such as a fusion or a reduction: its own instructions are not scheduled.
     """
 
-    times: int | None
+    times: float
     in_loop: bool
     inside: bool
 
@@ -161,7 +161,7 @@ class Module:
     runs: Mapping[str, Runs]
     num_partitions: int
 
-    def scheduled(self) -> Iterator[tuple[Computation, Instruction, int | None]]:
+    def scheduled(self) -> Iterator[tuple[Computation, Instruction, float]]:
         """Every scheduled instruction with its computation and how often it runs."""
         for name, runs in self.runs.items():
             if not runs.inside:
@@ -170,11 +170,11 @@ class Module:
                     yield computation, instruction, runs.times
 
 
-def parse(hlo: str, *, trips_where_unknown: int | None = None, not_run: str | None = None) -> Module:
+def parse(hlo: str, *, trips_where_unknown: float = math.nan, not_run: str | None = None) -> Module:
     """Parses a module from its text (`compiled.as_text()`).
 
     Args:
-      trips_where_unknown: the trip count of loops whose count XLA does not know, such as one with a traced bound.
+      trips_where_unknown: NaN, or the trip count of loops whose count XLA does not know, such as a traced one.
       not_run: the name of a scope (`jax.named_scope`) whose loops of unknown trip count never run.
     Raises:
       ValueError: the text does not have exactly one entry computation.
@@ -231,7 +231,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _runs(
-    computations: dict[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
+    computations: dict[str, Computation], entry: str, where_unknown: float, not_run: str | None
 ) -> dict[str, Runs]:
     """How often each computation runs. Callers follow what they call, so the text is read backwards."""
     runs = {entry: Runs(1, in_loop=False, inside=False)}
@@ -244,17 +244,14 @@ def _runs(
                 if target not in computations:
                     continue
                 is_loop = keyword in ("body", "condition")
-                trips: int | None = 1
+                trips: float = 1
                 if is_loop:
                     never_runs = not_run is not None and f"/{not_run}/" in it.line
                     trips = _trips(it, computation, computations, 0 if never_runs else where_unknown)
                 is_part = it.opcode in ("fusion", "fusion-start") or (keyword == "to_apply" and it.opcode != "call")
                 others = runs.get(target, Runs(0, in_loop=False, inside=False))
-                times = None
-                if others.times is not None and around.times is not None and trips is not None:
-                    times = others.times + around.times * trips
                 runs[target] = Runs(
-                    times,
+                    others.times + around.times * trips,
                     in_loop=others.in_loop or around.in_loop or is_loop,
                     inside=others.inside or around.inside or is_part,
                 )
@@ -262,8 +259,8 @@ def _runs(
 
 
 def _trips(
-    loop: Instruction, around: Computation, computations: Mapping[str, Computation], where_unknown: int | None
-) -> int | None:
+    loop: Instruction, around: Computation, computations: Mapping[str, Computation], where_unknown: float
+) -> float:
     """Trips of a loop: as XLA noted them, or from a condition and body that count up to a limit.
 
     The count starts at the constant that enters the loop, or at 0, as in scans, if no constant is found.
@@ -338,7 +335,7 @@ class Collective:
       across_slices: it crosses TPU slices over the network (Megascale), and has no groups.
       in_loop: it is inside a loop.
       is_async: it can overlap with other work of the device.
-      times: executions in one run of the program; None if a loop around it has an unknown trip count.
+      times: executions in one run of the program; NaN if a loop around it has an unknown trip count.
       payload: bytes per execution of the whole array on one device, by HLO dtype: the output, or for a reduce-scatter
         the input.
       line: the line of HLO.
@@ -350,7 +347,7 @@ class Collective:
     across_slices: bool
     in_loop: bool
     is_async: bool
-    times: int | None
+    times: float
     payload: Mapping[str, int]
     line: str
 
@@ -360,13 +357,13 @@ class Collective:
         return sum(self.payload.values())
 
     @property
-    def sent_bytes(self) -> float | None:
-        """Bytes that one device sends per execution, in a ring over its group; None between slices.
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends per execution, in a ring over its group; NaN between slices.
 
         In a ring of n devices each sends (n - 1) / n of the payload, and twice that in an all-reduce.
         """
         if self.across_slices:
-            return None
+            return math.nan
         if self.kind == "collective-permute":
             return self.payload_bytes
         size = len(self.groups[0]) if self.groups else self.num_partitions
@@ -558,13 +555,13 @@ class KernelCalls(NamedTuple):
     Attributes:
       name: the kernel's own (Pallas on TPU); else that of the enclosing scope (`jax.named_scope`) which begins with
         `KERNEL_SCOPE`, without the prefix; else the call's target.
-      times: how often it runs; None if a loop's trip count is unknown.
-      flops: of all its runs, by the kernel's own cost estimate; None without one.
+      times: how often it runs; NaN if a loop's trip count is unknown.
+      flops: of all its runs, by the kernel's own cost estimate; NaN without one.
     """
 
     name: str
-    times: int | None
-    flops: float | None
+    times: float
+    flops: float
 
 
 class LargeArray(NamedTuple):
@@ -581,7 +578,7 @@ class LargeArray(NamedTuple):
 
 
 class ProgramWork(NamedTuple):
-    """One device's work in one run of a module. None: unknown, for example because of a loop's trip count.
+    """One device's work in one run of a module. NaN: unknown, for example because of a loop's trip count.
 
     Attributes:
       matmul_flops: two per multiply-add, by the operands' dtype (HLO's names, joined by x if they differ), without
@@ -589,25 +586,25 @@ class ProgramWork(NamedTuple):
       kernels: the most frequent first.
       memory_bytes: read from and written to the device's memory by instructions: each operand once, and of a sliced
         array only the slice. A kernel may read an operand more than once.
-      cycles: the TPU compiler's estimate, without kernels and links; None if it makes none.
+      cycles: the TPU compiler's estimate, without kernels and links; NaN if it makes none.
       largest_arrays: in the device's memory, the largest first, each type once.
     """
 
-    matmul_flops: Mapping[str, float | None]
+    matmul_flops: Mapping[str, float]
     kernels: tuple[KernelCalls, ...]
-    memory_bytes: float | None
-    cycles: float | None
+    memory_bytes: float
+    cycles: float
     largest_arrays: tuple[LargeArray, ...]
 
     @property
     def kernel_flops(self) -> float:
         """FLOPs of the kernels that state them."""
-        return sum(kernel.flops or 0.0 for kernel in self.kernels)
+        return sum(kernel.flops for kernel in self.kernels if not math.isnan(kernel.flops))
 
     @property
     def silent_kernels(self) -> tuple[str, ...]:
         """Names of the kernels that do not state their FLOPs."""
-        return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
+        return tuple(kernel.name for kernel in self.kernels if math.isnan(kernel.flops))
 
 
 class InstructionWork(NamedTuple):
@@ -615,12 +612,12 @@ class InstructionWork(NamedTuple):
 
     Attributes:
       matmul_flops: as in `ProgramWork`.
-      kernels: (name, FLOPs by its own cost estimate) of each kernel; None without one.
+      kernels: (name, FLOPs by its own cost estimate) of each kernel; NaN without one.
       memory_bytes: as in `ProgramWork`.
     """
 
     matmul_flops: Mapping[str, float]
-    kernels: Sequence[tuple[str, float | None]]
+    kernels: Sequence[tuple[str, float]]
     memory_bytes: float
 
 
@@ -629,7 +626,7 @@ def instruction_work(
 ) -> InstructionWork:
     """The work of one execution of an instruction of a scheduled computation."""
     flops: dict[str, float] = {}
-    kernels: list[tuple[str, float | None]] = []
+    kernels: list[tuple[str, float]] = []
     for around, part in _with_fused(it, computation, module):
         if part.opcode in ("dot", "convolution") or "__cublas$" in part.attributes:
             lhs, rhs = (_array(operand, around) for operand in part.operands[:2])
@@ -640,7 +637,7 @@ def instruction_work(
             name = _kernel_name(part)
             if name is not None:
                 stated = part.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
-                kernels.append((name, float(stated) if stated else None))
+                kernels.append((name, float(stated or math.nan)))
     return InstructionWork(flops, kernels, _moved_bytes(it, computation, module, spaces))
 
 
@@ -660,18 +657,19 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
       memory_spaces: those of the device's memory, as in MEMORY_SPACES.
     """
     spaces = frozenset(memory_spaces)
-    flops: dict[str, list[float | None]] = {}
-    calls: dict[str, list[tuple[float | None, float | None]]] = {}
-    moved: list[float | None] = []
-    cycles: list[float | None] = []
+    flops = dict[str, float]()
+    kernels = dict[str, KernelCalls]()
+    moved: float = 0
+    cycles = list[float]()
     largest: dict[str, LargeArray] = {}
     for computation, it, times in module.scheduled():
         done = instruction_work(it, computation, module, spaces)
-        moved.append(_times(done.memory_bytes, times))
+        moved += _times(done.memory_bytes, times)
         for dtype, each in done.matmul_flops.items():
-            flops.setdefault(dtype, []).append(_times(each, times))
+            flops[dtype] = flops.get(dtype, 0) + _times(each, times)
         for kernel, each in done.kernels:
-            calls.setdefault(kernel, []).append((times, _times(each, times)))
+            before = kernels.get(kernel, KernelCalls(kernel, 0, 0))
+            kernels[kernel] = KernelCalls(kernel, before.times + times, before.flops + _times(each, times))
         estimate = it.attribute(r'"estimated_cycles":"(\d+)"')
         if estimate:
             cycles.append(_times(int(estimate), times))
@@ -682,35 +680,23 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
                 type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
                 source = it.attribute(r'op_name="([^"]*)"') or it.opcode
                 largest.setdefault(type_, LargeArray(type_, array.num_bytes, source))
-    kernels: list[KernelCalls] = []
-    for name, each in calls.items():
-        times = total_of(runs for runs, _ in each)
-        of_kernel = total_of(flops for _, flops in each)
-        kernels.append(KernelCalls(name, None if times is None else int(times), of_kernel))
-    arrays = sorted(largest.values(), key=lambda array: (-array.num_bytes, array.type))
     return ProgramWork(
-        matmul_flops={dtype: total_of(each) for dtype, each in sorted(flops.items())},
-        kernels=tuple(sorted(kernels, key=lambda kernel: (-(kernel.times or 0), kernel.name))),
-        memory_bytes=total_of(moved),
-        cycles=total_of(cycles) if cycles else None,
-        largest_arrays=tuple(arrays[:_LARGEST]),
+        matmul_flops=dict(sorted(flops.items())),
+        kernels=tuple(sorted(kernels.values(), key=lambda kernel: (-known_or_0(kernel.times), kernel.name))),
+        memory_bytes=moved,
+        cycles=sum(cycles) if cycles else math.nan,
+        largest_arrays=tuple(sorted(largest.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
     )
 
 
-def _times(each: float | None, times: int | None) -> float | None:
-    if each == 0:
-        return 0.0
-    return None if each is None or times is None else each * times
+def _times(each: float, times: float) -> float:
+    """Nothing stays nothing, however often it is."""
+    return each * times if each else 0.0
 
 
-def total_of(parts: Iterable[float | None]) -> float | None:
-    """Their sum; None if any is unknown."""
-    total: float = 0
-    for part in parts:
-        if part is None:
-            return None
-        total += part
-    return total
+def known_or_0(amount: float) -> float:
+    """The amount, or 0 for NaN."""
+    return 0 if math.isnan(amount) else amount
 
 
 def _target(it: Instruction) -> str | None:
@@ -768,19 +754,12 @@ def _valid_products(
 
     That is where o stride + k rhs_dilate - low is a multiple of lhs_dilate within the dilated input.
     """
-    last = (lhs_size - 1) * lhs_dilate
-    common = math.gcd(stride, lhs_dilate)
-    period = lhs_dilate // common
+    first = np.arange(out_size) * stride - low
     count = 0
     for k in range(size):
-        offset = k * rhs_dilate - low
-        if offset % common:
-            continue
-        first = max(0, -(offset // stride))
-        end = min(out_size - 1, (last - offset) // stride)
-        phase = -(offset // common) * pow(stride // common, -1, period) % period if period > 1 else 0
-        start = first + (phase - first) % period
-        count += max(0, (end - start) // period + 1)
+        position = first + k * rhs_dilate
+        is_inside = (position >= 0) & (position <= (lhs_size - 1) * lhs_dilate)
+        count += np.count_nonzero(is_inside & (position % lhs_dilate == 0))
     return count
 
 
@@ -920,7 +899,7 @@ def scheduled_seconds(
         called = list(it.called)
         if it.opcode == "while":
             body = dict(called)["body"]
-            trips = (module.runs[body].times or 0) / (module.runs[around].times or 1)
+            trips = known_or_0(module.runs[body].times) / (known_or_0(module.runs[around].times) or 1)
             return trips * seconds(body) if trips else 0.0
         if it.opcode in ("conditional", "call"):
             return max(seconds(target) for _, target in called)

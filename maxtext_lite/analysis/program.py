@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -14,7 +15,16 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from maxtext_lite.analysis.described import assumed_of, topology_devices
-from maxtext_lite.analysis.hlo import MEMORY_SPACES, Collective, Module, ProgramWork, collectives, parse, total_of, work
+from maxtext_lite.analysis.hlo import (
+    MEMORY_SPACES,
+    Collective,
+    Module,
+    ProgramWork,
+    collectives,
+    known_or_0,
+    parse,
+    work,
+)
 from maxtext_lite.analysis.step_time import Roofline, roofline
 from maxtext_lite.batching import BatchPlan, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
@@ -56,21 +66,21 @@ class Traffic(NamedTuple):
 
     Attributes:
       operations: collectives in the program.
-      times: executions of all of them; None, like the bytes, if a loop's trip count is unknown.
+      times: executions of all of them; NaN, like the bytes, if a loop's trip count is unknown.
       async_times: executions that can overlap with other work.
       bytes: on one device, of the outputs (for a reduce-scatter: the inputs) of all executions.
-      bytes_by_dtype: the same, by HLO dtype.
-      sent_bytes: what one device sends over links, in a ring; None also between slices.
+      bytes_by_dtype: the same, by HLO dtype; None if they are unknown.
+      sent_bytes: what one device sends over links, in a ring; NaN also between slices.
     """
 
     kind: str
     axes: tuple[str, ...]
     operations: int
-    times: int | None
-    async_times: int | None
-    bytes: int | None
-    bytes_by_dtype: dict[str, int] | None
-    sent_bytes: float | None
+    times: float
+    async_times: float
+    bytes: float
+    bytes_by_dtype: dict[str, float] | None
+    sent_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,17 +122,15 @@ class Program:
         return str(self.mesh.devices.flat[0].device_kind)
 
     @property
-    def sent_bytes(self) -> float | None:
-        """Bytes that one device sends over links in a step; None if any is unknown or goes between slices."""
-        return total_of([row.sent_bytes for row in self.collectives])
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends over links in a step; NaN if any is unknown or goes between slices."""
+        return sum(row.sent_bytes for row in self.collectives)
 
     @property
-    def compiler_seconds(self) -> float | None:
-        """The compiler's estimated cycles as time; None if it estimates none or the clock is unknown."""
+    def compiler_seconds(self) -> float:
+        """The compiler's estimated cycles as time; NaN if it estimates none or the clock is unknown."""
         device = device_of_kind(self.device_kind)
-        if self.work.cycles is None or device is None or device.clock_hz is None:
-            return None
-        return self.work.cycles / device.clock_hz
+        return self.work.cycles / ((device and device.clock_hz) or math.nan)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -210,7 +218,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
     # With a ramp of the accumulation, the trip count of the loop over micro-batches is unknown to XLA.
     # Tokens are assumed to be routed evenly over experts.
-    open_trips = stage.gradient_accumulation_steps if plan.ramps_accumulation else None
+    open_trips = stage.gradient_accumulation_steps if plan.ramps_accumulation else math.nan
     text = compiled.as_text()
     assert text is not None
     module = parse(text, trips_where_unknown=open_trips, not_run=FURTHER_ROUNDS)
@@ -243,14 +251,14 @@ def _roofline(
     flops = dict(done.matmul_flops)
     if done.kernel_flops:  # in the dtype of the activations
         name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[config.dtype]
-        flops[name] = None if flops.get(name, 0.0) is None else (flops.get(name) or 0.0) + done.kernel_flops
+        flops[name] = flops.get(name, 0.0) + done.kernel_flops
     return roofline(
         device_of_kind(device_kind),
         dtype=config.dtype,
         model_flops=model_flops,
         matmul_flops=flops,
         memory_bytes=done.memory_bytes,
-        sent_bytes=total_of([row.sent_bytes for row in traffic]),
+        sent_bytes=sum(row.sent_bytes for row in traffic),
     )
 
 
@@ -296,23 +304,23 @@ def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...
     for collective in found:
         together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
     rows = [_traffic(kind, axes, members) for (kind, axes), members in together.items()]
-    return tuple(sorted(rows, key=lambda row: (-(row.bytes or 0), row.kind, row.axes)))
+    return tuple(sorted(rows, key=lambda row: (-known_or_0(row.bytes), row.kind, row.axes)))
 
 
 def _traffic(kind: str, axes: tuple[str, ...], members: Sequence[Collective]) -> Traffic:
-    timed = [(c, c.times) for c in members if c.times is not None]
-    if len(timed) < len(members):
-        return Traffic(kind, axes, len(members), None, None, None, None, None)
     by_dtype = Counter[str]()
-    for c, times in timed:
-        by_dtype.update({dtype: size * times for dtype, size in c.payload.items()})
+    for member in members:
+        for dtype, size in member.payload.items():
+            by_dtype[dtype] += size * member.times
+    times = sum(member.times for member in members)
+    is_known = not math.isnan(times)
     return Traffic(
         kind,
         axes,
         operations=len(members),
-        times=sum(times for _, times in timed),
-        async_times=sum(times for c, times in timed if c.is_async),
-        bytes=by_dtype.total(),
-        bytes_by_dtype=dict(by_dtype),
-        sent_bytes=total_of([None if c.sent_bytes is None else float(c.sent_bytes * times) for c, times in timed]),
+        times=times,
+        async_times=sum(member.times for member in members if member.is_async) if is_known else math.nan,
+        bytes=sum(by_dtype.values()) if is_known else math.nan,
+        bytes_by_dtype=dict(by_dtype) if is_known else None,
+        sent_bytes=sum(float(member.sent_bytes * member.times) for member in members),
     )

@@ -12,6 +12,7 @@ from maxtext_lite.analysis.hlo import (
     Instruction,
     collectives,
     instruction_work,
+    known_or_0,
     scheduled_seconds,
 )
 from maxtext_lite.analysis.program import Program, Traffic, compile_for
@@ -64,8 +65,9 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
         time = each.time
         links = _links_seconds(program.collectives, device, mesh)
         silent = time.attention_seconds if program.work.silent_kernels else 0
-        known = None not in (roof.matmul_seconds, roof.memory_seconds, links)
-        step = step_seconds(program, device, mesh, each.config.dtype, silent_seconds=silent) if known else None
+        step = math.nan
+        if not math.isnan(roof.matmul_seconds + roof.memory_seconds + links):
+            step = step_seconds(program, device, mesh, each.config.dtype, silent_seconds=silent)
         rows.append(
             {
                 "keys": " ".join(each.settings),
@@ -79,19 +81,13 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
     return rows
 
 
-def _beside(predicted: float, compiled: float | None) -> dict[str, float | None]:
-    return {"predicted": predicted, "compiled": compiled}
+def _beside(predicted: float, compiled: float) -> dict[str, float | None]:
+    return {"predicted": predicted, "compiled": None if math.isnan(compiled) else compiled}
 
 
-def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSizes) -> float | None:
-    """Time of a step's collectives one after the other, each at the link rate of its mesh axes."""
-    total = 0.0
-    for each in collectives:
-        rate = ring_bytes_per_second(device, mesh, each.axes)
-        if each.sent_bytes is None or rate is None:
-            return None
-        total += each.sent_bytes / rate
-    return total
+def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSizes) -> float:
+    """Time of a step's collectives one after the other, each at the link rate of its mesh axes; NaN if unknown."""
+    return sum(each.sent_bytes / (ring_bytes_per_second(device, mesh, each.axes) or math.nan) for each in collectives)
 
 
 def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str, *, silent_seconds: float) -> float:
@@ -104,20 +100,20 @@ def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str,
     """
     module = program.module
     spaces = frozenset(MEMORY_SPACES[device.platform])
-    silent = sum(kernel.times or 0 for kernel in program.work.kernels if kernel.flops is None)
+    silent = sum(known_or_0(kernel.times) for kernel in program.work.kernels if math.isnan(kernel.flops))
 
     def busy(computation: Computation, it: Instruction) -> float:
         each = instruction_work(it, computation, module, spaces)
         matmuls = sum(flops / (matmul_peak(device, operands) or 1) for operands, flops in each.matmul_flops.items())
         kernels = sum(
-            silent_seconds / silent if flops is None else flops / (matmul_peak(device, dtype) or 1)
+            silent_seconds / silent if math.isnan(flops) else flops / (matmul_peak(device, dtype) or 1)
             for _, flops in each.kernels
         )
         return max(matmuls + kernels, each.memory_bytes / device.memory_bytes_per_second)
 
     def sent(collective: Collective) -> float:
         rate = ring_bytes_per_second(device, sizes, collective.axes(program.mesh))
-        return (collective.sent_bytes or 0) / rate if rate else 0.0
+        return known_or_0(collective.sent_bytes) / rate if rate else 0.0
 
     return scheduled_seconds(module, collectives(module), busy=busy, sent=sent)
 

@@ -1,6 +1,7 @@
 """A compiled program as text tables and as JSON; all bytes are per device."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,16 +96,12 @@ def program_text(program: Program) -> str:
     return "\n".join([*lines, "", *_memory_lines(program), "", *time_lines(program), *assumed])
 
 
-def _known(amount: float | None, form: str = ",") -> str:
-    return "not known" if amount is None else format(amount, form)
+def _known(amount: float, form: str = ",") -> str:
+    return "not known" if math.isnan(amount) else format(amount, form)
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return _known(seconds and 1e3 * seconds, ",.3f")
-
-
-def _bytes(size: float | None) -> str:
-    return _known(None) if size is None else bytes_text(int(size))
+def _bytes(size: float) -> str:
+    return _known(size) if math.isnan(size) else bytes_text(int(size))
 
 
 def _traffic_lines(when: str, traffic: Sequence[Traffic]) -> list[str]:
@@ -112,11 +109,11 @@ def _traffic_lines(when: str, traffic: Sequence[Traffic]) -> list[str]:
         return [f"nothing crosses the mesh {when}"]
     rows: list[tuple[str, ...]] = []
     for each in traffic:
-        asynchronous = _known(each.times and (each.async_times or 0) / each.times, ".0%")
+        asynchronous = _known(each.async_times / each.times if each.times else 0, ".0%")
         by_dtype = " ".join(f"{dtype} {size:,}" for dtype, size in sorted((each.bytes_by_dtype or {}).items()))
         axes = " x ".join(each.axes)
         numbers = (str(each.operations), _known(each.times), _known(each.bytes), asynchronous)
-        rows.append((each.kind, axes, *numbers, by_dtype or _known(None)))
+        rows.append((each.kind, axes, *numbers, by_dtype or _known(math.nan)))
     heads = ("over", "operations", "times", "bytes per device", "asynchronous", "by dtype")
     return _table((f"collectives {when}", *heads), rows)
 
@@ -173,22 +170,23 @@ def time_lines(program: Program) -> list[str]:
         by_dtype += f", {done.kernel_flops:.4g} in kernels"
     if done.silent_kernels:
         by_dtype += f"; not known: {', '.join(done.silent_kernels)}"
-    cycles = _known(done.cycles, ",.0f") + (" cycles, without kernels and links" if done.cycles is not None else "")
+    cycles = _known(done.cycles, ",.0f") + " cycles, without kernels and links" * (not math.isnan(done.cycles))
     rows = [
-        ("matmuls", _milliseconds(roof.matmul_seconds), by_dtype),
-        ("memory", _milliseconds(roof.memory_seconds), f"{_bytes(done.memory_bytes)} read and written"),
-        ("links", _milliseconds(roof.link_seconds), f"{_bytes(program.sent_bytes)} sent"),
-        ("by the compiler", _milliseconds(program.compiler_seconds), cycles),
+        ("matmuls", roof.matmul_seconds, by_dtype),
+        ("memory", roof.memory_seconds, f"{_bytes(done.memory_bytes)} read and written"),
+        ("links", roof.link_seconds, f"{_bytes(program.sent_bytes)} sent"),
+        ("by the compiler", program.compiler_seconds, cycles),
     ]
-    lines = _table(("a step on one device", "least ms", "of"), rows, numbers=(1,))
+    cells = [(name, _known(1e3 * seconds, ",.3f"), of) for name, seconds, of in rows]
+    lines = _table(("a step on one device", "least ms", "of"), cells, numbers=(1,))
     each = program.model_flops / program.plan.num_devices
     lines.append(f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device")
-    if roof.bound is None or roof.most_mfu is None:
+    if roof.bound is None or math.isnan(roof.most_mfu):
         return [*lines, "bound on MFU: not known, as the device's figures are not"]
     if roof.most_mfu == 1:  # FLOPs of kernels that do not state them are missing
         return [*lines, "bound on MFU: none below 100 %"]
     by_compiler = ""
-    if program.compiler_seconds:
+    if program.compiler_seconds > 0:
         by_compiler = f"; at most {roof.mfu_of(program.compiler_seconds):.1%} in the compiler's own time"
     return [*lines, f"bound on MFU: {roof.most_mfu:.1%}, by {roof.bound[0]}{by_compiler}"]
 

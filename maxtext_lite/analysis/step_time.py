@@ -39,7 +39,7 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8",
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds of a step by each resource of a device; None if the amount or the rate is unknown.
+    """Least seconds of a step by each resource of a device; NaN if the amount or the rate is unknown.
 
     Attributes:
       matmul_seconds: all matmuls at the device's peak for their dtype.
@@ -49,29 +49,28 @@ class Roofline:
       model_flops: of one device and step, by the model.
     """
 
-    matmul_seconds: float | None
-    memory_seconds: float | None
-    link_seconds: float | None
-    peak_flops: float | None
+    matmul_seconds: float
+    memory_seconds: float
+    link_seconds: float
+    peak_flops: float
     model_flops: float
 
     @property
     def bound(self) -> tuple[str, float] | None:
         """The slowest resource with its seconds, among those known; None if none is."""
         seconds = {"matmuls": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
-        known = [(name, value) for name, value in seconds.items() if value is not None]
+        known = [each for each in seconds.items() if not math.isnan(each[1])]
         return max(known, key=lambda each: each[1], default=None)
 
     @property
-    def most_mfu(self) -> float | None:
-        """The MFU of a step as short as `bound`, at most 1; None if that is unknown."""
-        return None if self.bound is None else self.mfu_of(self.bound[1])
+    def most_mfu(self) -> float:
+        """The MFU of a step as short as `bound`, at most 1; NaN if that is unknown."""
+        return math.nan if self.bound is None else self.mfu_of(self.bound[1])
 
-    def mfu_of(self, seconds: float) -> float | None:
-        """The MFU of a step of this many seconds, at most 1; None if the peak is unknown."""
-        if self.peak_flops is None:
-            return None
-        return min(1.0, self.model_flops / self.peak_flops / seconds) if seconds else 1.0
+    def mfu_of(self, seconds: float) -> float:
+        """The MFU of a step of this many seconds, at most 1; NaN if the peak is unknown."""
+        mfu = self.model_flops / self.peak_flops / seconds if seconds else 1.0
+        return mfu if math.isnan(mfu) else min(1.0, mfu)
 
 
 def roofline(
@@ -79,9 +78,9 @@ def roofline(
     *,
     dtype: str,
     model_flops: float,
-    matmul_flops: Mapping[str, float | None],
-    memory_bytes: float | None,
-    sent_bytes: float | None,
+    matmul_flops: Mapping[str, float],
+    memory_bytes: float,
+    sent_bytes: float,
 ) -> Roofline:
     """The least time of one step on one device.
 
@@ -95,21 +94,17 @@ def roofline(
       sent_bytes: by one device over links.
     """
     if device is None:
-        return Roofline(None, None, None, None, model_flops)
-    matmul_seconds: float | None = 0.0
+        return Roofline(math.nan, math.nan, math.nan, math.nan, model_flops)
+    matmul_seconds = 0.0
     for operands, flops in matmul_flops.items():
-        peak = matmul_peak(device, operands)
-        if matmul_seconds is None or flops is None or peak is None:
-            matmul_seconds = None
-        else:
-            matmul_seconds += flops / peak
-    memory_seconds = None if memory_bytes is None else memory_bytes / device.memory_bytes_per_second
-    link_seconds = None
-    if sent_bytes == 0:
-        link_seconds = 0.0
-    elif sent_bytes is not None and device.link_bytes_per_second is not None:
-        link_seconds = sent_bytes / device.link_bytes_per_second
-    return Roofline(matmul_seconds, memory_seconds, link_seconds, device.peak(dtype), model_flops)
+        matmul_seconds += flops / (matmul_peak(device, operands) or math.nan)
+    return Roofline(
+        matmul_seconds,
+        memory_bytes / device.memory_bytes_per_second,
+        sent_bytes / (device.link_bytes_per_second or math.nan) if sent_bytes else 0.0,
+        device.peak(dtype) or math.nan,
+        model_flops,
+    )
 
 
 def matmul_peak(device: Device, operands: str) -> float | None:

@@ -1,6 +1,7 @@
 """What a config compiles to is known: tables of collectives, and bytes that are those of live arrays."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,9 @@ def test_of_a_cpu_the_work_is_known_and_the_time_is_not():
     assert it.work.matmul_flops == {"f32": 2 * 32 * 6 * weights + (2 + 1 + 4) * scores}
     assert it.work.kernels == ()
     assert it.work.memory_bytes > it.memory.arguments
-    assert it.roofline.bound is it.compiler_seconds is it.work.cycles is None
+    assert it.roofline.bound is None
+    assert math.isnan(it.compiler_seconds)
+    assert math.isnan(it.work.cycles)
     assert set(it.versions) == {"jax", "jaxlib"}
 
 
@@ -143,10 +146,8 @@ def test_what_is_exchanged_in_the_loop_counts_once_for_each_micro_batch_though_i
     )
     size += 2 * IDS  # of micro-batches of 6 rows a device
     assert table(ramp.collectives)["all-gather", "fsdp"] == (3 * times, 3 * size)
-    assert None in [
-        row.times
-        for row in total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)
-    ]
+    unknown = total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)
+    assert any(math.isnan(row.times) for row in unknown)
 
 
 @pytest.mark.parametrize(
