@@ -58,6 +58,11 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     "lock": {"lease": "maxtext_lite.operations.lock:hold"},
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
+    "moments": {
+        "float32": "maxtext_lite.kernels.moments:widen",
+        "bfloat16": "maxtext_lite.kernels.moments:to_bfloat16",
+        "int8": "maxtext_lite.kernels.moments:to_int8",
+    },
     "objective": {
         "pretrain": "maxtext_lite.config.keys:PRETRAIN",
         "sft": "maxtext_lite.post_training.kinds:SFT",
@@ -100,6 +105,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
+- `moments`: from a state with float32 moments and a key to one with narrow ones; float32: back, without a key.
 - `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.
 - `observer`: what follows a process from before jax; see `config.phases`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.

@@ -486,7 +486,10 @@ def _scaled_by_stage(config: Config) -> Refusal | None:
 
 
 def _state_dtype(config: Config) -> Refusal | None:
-    if config.optimizer_state_dtype == "float32" or config.optimizer != "adafactor":
+    dtype = config.optimizer_state_dtype
+    if dtype != "float32" and dtype not in installed_names("moments"):
+        return refuse(config, "optimizer_state_dtype", "is not installed", "float32")
+    if dtype == "float32" or config.optimizer != "adafactor":
         return None
     rule = "with optimizer=adafactor, whose moments are means over rows and columns"
     return refuse(config, "optimizer_state_dtype", rule, "float32")

@@ -15,6 +15,7 @@ from jax import Array
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
+from maxtext_lite.config.registry import load
 from maxtext_lite.config.weights import is_in_group
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
@@ -184,10 +185,7 @@ class GradientAccumulation(optax.MultiSteps):
         """A state after its last update, with its moments in `state_dtype`."""
         if self.state_dtype == "float32":
             return state
-        from maxtext_lite.training.moments import narrow
-
-        key = jax.random.fold_in(root_key(self._seed), state.gradient_step)
-        return narrow(state, self.state_dtype, key)
+        return load("moments", self.state_dtype)(state, jax.random.fold_in(root_key(self._seed), state.gradient_step))
 
     def with_state_dtype(self, dtype: str) -> "GradientAccumulation":
         """This optimizer with its moments in another dtype."""
@@ -197,11 +195,7 @@ class GradientAccumulation(optax.MultiSteps):
 
     def widen(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
         """A state with its moments in float32."""
-        if self.state_dtype == "float32":
-            return state
-        from maxtext_lite.training.moments import widen
-
-        return widen(state)
+        return state if self.state_dtype == "float32" else load("moments", "float32")(state)
 
     def _set_bias_updates(self, updates: Tree, params: Tree, expert_counts: Array | None) -> Tree:
         """Replaces the updates of the routers' biases by those that the expert counts ask for."""

@@ -1,6 +1,8 @@
 """An optimizer's moments in bfloat16 or eight bits, rounded at random: the nearest value would miss small changes."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,12 @@ def _moment(path: TreePath) -> str | None:
     return next((name for name in names if name in ("mu", "nu", "trace")), None)
 
 
-def narrow(state: Tree, dtype: str, key: Array) -> Tree:
-    """A state with its float32 moments in bfloat16 or int8. The expected value of an element is its value before.
+Rounding: TypeAlias = Callable[[Array, Array, str], Array | Quantized]
+"""(moment in float32, key, Optax's name of the moment) -> what is kept of it. Its expected value is the moment."""
+
+
+def narrow(state: Tree, key: Array, rounding: Rounding) -> Tree:
+    """A state with its float32 moments rounded.
 
     The random bits of an element depend on the key and its place in the whole tree, not on the mesh.
     """
@@ -40,13 +46,7 @@ def narrow(state: Tree, dtype: str, key: Array) -> Tree:
     narrowed = []
     for number, (path, x) in enumerate(leaves):
         moment = _moment(path)
-        draw = jax.random.fold_in(key, number)
-        if moment is None:
-            narrowed.append(x)
-        elif dtype == "bfloat16":
-            narrowed.append(_round_to_bfloat16(x, draw))
-        else:
-            narrowed.append(_quantize(x, draw, is_square=moment == "nu"))
+        narrowed.append(x if moment is None else rounding(x, jax.random.fold_in(key, number), moment))
     return tree.unflatten(narrowed)
 
 
@@ -77,12 +77,14 @@ def _random_bits(key: Array, shape: tuple[int, ...]) -> Array:
     return bits
 
 
-def _round_to_bfloat16(x: Array, key: Array) -> Array:
+def _round_to_bfloat16(x: Array, key: Array, moment: str) -> Array:
+    del moment
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(key, x.shape) >> 16)
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
-def _quantize(x: Array, key: Array, *, is_square: bool) -> Quantized:
+def _quantize(x: Array, key: Array, moment: str) -> Quantized:
+    is_square = moment == "nu"
     dtype = jnp.uint8 if is_square else jnp.int8
     blocks = x.reshape(*x.shape[:-1], -1, moment_block(x.shape[-1]))
     _, exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True))
@@ -110,3 +112,7 @@ def _dequantize(moment: Quantized) -> Array:
 def _size(code: Array, dtype: jnp.dtype) -> Array:
     """The element of a code, over its block's scale."""
     return (code / jnp.iinfo(dtype).max) ** (4 if dtype == jnp.uint8 else 2)
+
+
+to_bfloat16 = functools.partial(narrow, rounding=_round_to_bfloat16)
+to_int8 = functools.partial(narrow, rounding=_quantize)
