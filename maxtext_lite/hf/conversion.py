@@ -58,8 +58,9 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     base = adapter.base if adapter else source
     config = hf_config(base, overrides)
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
-    if MTP_LAYERS not in params:
-        config = config.model_copy(update={"mtp_num_layers": 0})
+    if config.mtp_num_layers and MTP_LAYERS not in params:
+        key = f"mtp_num_layers={config.mtp_num_layers}"
+        raise UserError(f"{key}: {base} has no such layers to import. Nearest that works: mtp_num_layers=0.")
 
     def write() -> None:
         tokens = tokenizer_values(str(source), {})  # an adapter may have its own
