@@ -19,6 +19,7 @@ RUN = [
     *MODEL,
     f"steps={STEPS}",
     "base_num_decoder_layers=4",
+    "mtp_num_layers=1",
     "eval_interval=5",
     "eval_fraction=0.1",
     "checkpoint_period=1",
@@ -138,7 +139,7 @@ def test_counts_hashes_and_learning_rates_are_those_of_one_process(name, runs):
 @pytest.mark.parametrize("name", OTHERS)
 def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
     run, one, start = runs[0], WAYS[name]["equals"], WAYS[name].get("after")
-    for key in ("loss", "grad_norm"):
+    for key in ("loss", "mtp_loss", "grad_norm"):
         np.testing.assert_allclose(
             run(name).sequence(key), run(one).sequence(key), rtol=1e-5
         )
