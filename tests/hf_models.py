@@ -95,6 +95,11 @@ def _old(fields: dict[str, Any]) -> dict[str, Any]:
         fields["sliding_window_pattern"] = 2
         fields["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
+    if fields["model_type"] == "gemma4_text":  # the hub's, with the usual rotation
+        heads = list(fields.pop("per_layer_config").values())[-1]
+        fields["global_head_dim"] = heads["head_dim"]
+        fields["num_global_key_value_heads"] = heads.get("num_key_value_heads")
+        return fields
     if fields["model_type"] == "gemma2":
         fields["hidden_act"] = "gelu"  # the checkpoints of version 4 have both
     if (

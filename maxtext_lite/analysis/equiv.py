@@ -65,6 +65,7 @@ def shrunk(config: Config) -> dict[str, object]:
         "trainable_position_size": num_tokens if config.trainable_position_size else 0,
         "mtp_num_layers": min(config.mtp_num_layers, 2),
         "lora_rank": min(config.lora_rank, 4),
+        "hidden_size_per_layer_input": min(config.hidden_size_per_layer_input, 8),
     }
     changes |= repeats_of(config).small_keys(config)
     if config.num_vocab_tiling > 1:
@@ -77,6 +78,12 @@ def shrunk(config: Config) -> dict[str, object]:
         latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
         changes["mla"] = {"q_lora_rank": 16 if config.mla.q_lora_rank else 0, **latent}
         changes["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    if config.global_attention:
+        own = config.global_attention
+        few = math.gcd(2, own.global_num_kv_heads, kv_heads * (config.base_num_query_heads // config.base_num_kv_heads))
+        changes["global_attention"] = {**own.to_mapping(), "global_head_dim": 12, "global_num_kv_heads": few}
+    if config.shared_kv:
+        changes["shared_kv"] = config.shared_kv.to_mapping() | {"num_kv_shared_layers": _period(config)}
     if config.rope_scaling and config.rope_scaling.short_factor:
         planes = 2 if config.mla else int(rotated * config.partial_rotary_factor) // 2
         changes["rope_scaling"] = _fewer_planes(config.rope_scaling.to_mapping(), planes)

@@ -25,7 +25,6 @@ from maxtext_lite.batching.topology import Schedule, num_repeats, splits_residua
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
-from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import layer_kind, model_shape, num_parts
 
 _LANES = 128  # the width of a TPU's tiles
@@ -53,6 +52,22 @@ class LayerOnDevice:
     tokens: int
     accelerator: Accelerator = _PLAIN
     mixer: str = "attention"
+
+    def of_mixer(self, mixer: str) -> "LayerOnDevice":
+        """The layer with this as attention or in its place."""
+        own = self.config.global_attention
+        if mixer != "global_attention" or own is None:
+            return dataclasses.replace(self, mixer=mixer)
+        heads = {"head_dim": own.global_head_dim, "base_num_kv_heads": own.global_num_kv_heads}
+        return dataclasses.replace(self, config=self.config.model_copy(update={**heads, "global_attention": None}))
+
+    @property
+    def without_keys(self) -> "LayerOnDevice":
+        """The layer with an earlier layer's keys and values, and the width that its mlp then has."""
+        shared = self.config.shared_kv
+        factor = 2 if shared is not None and shared.use_double_wide_mlp else 1
+        changes = {"base_num_kv_heads": 0, "base_mlp_dim": factor * self.config.base_mlp_dim}
+        return dataclasses.replace(self, config=self.config.model_copy(update=changes))
 
     @property
     def without_experts(self) -> "LayerOnDevice":
@@ -415,6 +430,13 @@ def activation_lines(step: DeviceStep, schedule: Schedule) -> Iterator[MemoryLin
             yield _line("rotations of ticks", rotations, "cosines and sines in float32 x ticks")
             why = "a micro-batch going round the stages, before and after a tick"
             yield _line("pieces", 2 * step.tokens * input_bytes, why, LAYERS)
+    if config.per_layer_inputs_dim:
+        inputs = 2 * piece * config.per_layer_inputs_dim // layer.tensor * layer.width
+        yield _line("inputs of layers", inputs, "each token's own to all layers, and their gradients")
+    if config.shared_kv is not None:
+        mixers = model_shape(config).layers_of
+        kv_dim = sum(own.kv_heads * (own.head_dim + own.value_dim) for own in map(layer.of_mixer, mixers))
+        yield _line("keys that layers share", 2 * piece * kv_dim * layer.width, "and values, with their gradients")
     yield from _in_use(layer)
 
 
@@ -432,9 +454,15 @@ def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fra
     config = layer.config
     mlps = config.mlp_kinds
     total = Fraction(0)
-    kinds = Counter((mixer_of(kind), mlps[number % len(mlps)]) for number, kind in enumerate(config.layer_kinds))
-    for (mixer, mlp), count in kinds.items():
-        of_kind = dataclasses.replace(layer, mixer=mixer)
+    shape = model_shape(config)
+    kinds = Counter[tuple[str, str, bool]]()
+    for number in range(config.base_num_decoder_layers):
+        mixer = shape.mixers[number % len(shape.mixers)]
+        kinds[mixer, mlps[number % len(mlps)], number >= shape.num_caching_layers] += 1
+    for (mixer, mlp, shares_kv), count in kinds.items():
+        of_kind = layer.of_mixer(mixer)
+        if shares_kv:
+            of_kind = of_kind.without_keys
         total += count * bytes_of(of_kind.without_experts if mlp == "dense" else of_kind)
     return total / config.base_num_decoder_layers
 
@@ -455,11 +483,12 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     yield _line("stream of a layer", 6 * tokens * layer.stream * width, why, LAYERS)
     largest: list[MemoryLine] = []
     for mixer in model_shape(config).layers_of:
-        size = dataclasses.replace(layer, mixer=mixer).attention_bytes()
+        own = layer.of_mixer(mixer)
+        size = own.attention_bytes()
         lines = [_line(f"{mixer} of a layer", size, "as its package says", ("attention",))]
-        if mixer == "attention":
-            of_heads = 2 * layer.heads * (layer.head_dim + layer.value_dim)
-            of_heads += layer.kv_heads * (2 * layer.head_dim + layer.value_dim)
+        if own.mixer == "attention":
+            of_heads = 2 * own.heads * (own.head_dim + own.value_dim)
+            of_heads += own.kv_heads * (2 * own.head_dim + own.value_dim)
             lines = [
                 _line("heads of a layer", tokens * of_heads * width, _HEADS, LAYERS),
                 _line("attention of a layer", size, "gradients, and the kernel's own arrays", ("attention",)),
@@ -468,7 +497,8 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
             largest = lines
     yield from largest
     why = "projections or rows, hidden values and their gradients"
-    yield _line("mlp of a layer", max(layer.mlp_bytes(), layer.without_experts.mlp_bytes()), why, ("mlp",))
+    mlps = (layer, layer.without_experts, layer.without_keys)
+    yield _line("mlp of a layer", max(each.mlp_bytes() for each in mlps), why, ("mlp",))
     if layer.tensor > 1 and layer.accelerator.platform == "gpu" and splits_residual(config, layer.mesh):
         whole = 4 * tokens * config.base_emb_dim * width
         yield _line("tokens, gathered", whole, "a half's input and gradient, each also transposed", LAYERS)
@@ -486,7 +516,8 @@ def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     if num_parts("embed", mesh) == 1:
         return
     if config.num_experts == 1:
-        widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
+        wide = config.head_dim if config.global_attention is None else config.global_attention.global_head_dim
+        widest = max(config.base_mlp_dim, config.base_num_query_heads * wide) // tensor
         why = "the widest matrix of a layer, and the next on its way"
         yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * layer.width, why, LAYERS)
     elif mesh["fsdp"] * mesh["context"] > 1:

@@ -23,7 +23,6 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes, PipelineShape
 from maxtext_lite.config import Config, adapted_weights, remat_of
-from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import (
     Weight,
     layer_kind,
@@ -417,8 +416,12 @@ class StepModel:
         in float32."""
         config = self._config
         sizes = self._sizes
-        elements = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
-        elements *= self._layers * (config.head_dim + config.value_dim)
+        shape = model_shape(config)
+        elements = 0.0
+        for mixer, numbers in shape.layers_of.items():
+            own = shape.of_mixer(mixer)
+            elements += len(numbers) * own.num_kv_heads * (own.head_dim + own.value_dim)
+        elements *= tokens * sizes["context"] / (sizes["tensor"] * sizes["stage"])
         gathers = 2 + (kept is not None and "context" not in kept)
         width = self._width if self._on_tpu else 4
         return self._ring(("context",), gathers * self._width * elements), self._ring(("context",), width * elements)
@@ -482,10 +485,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     layers = config.base_num_decoder_layers / sizes["stage"] + config.mtp_num_layers
     tensor = sizes["tensor"]
     heads = config.base_num_query_heads / tensor
-    kv_heads = config.base_num_kv_heads / tensor
-    queries = heads * config.head_dim
-    keys = kv_heads * config.head_dim
-    values = kv_heads * config.value_dim
+    shape = model_shape(config)
     # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
     emb = config.base_emb_dim
     norms = 14 if config.norm_placement == "both" else 10
@@ -494,27 +494,32 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     headed = 2
     if config.qk_norm != "none":
         headed += 4 if on_tpu else 1
+    yield Operation("", ((emb / tensor, norms * layers), (emb, gathers * layers)))
+    attended: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
+    # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.
+    others = (sizes["context"] - 1) / BYTES[config.dtype]
     stages = sizes["stage"]
-    count_of = {mixer: len(numbers) / stages for mixer, numbers in model_shape(config).layers_of.items()}
-    count_of[mixer_of(config.layer_kinds[-1])] += config.mtp_num_layers  # which are on all stages
-    attending = count_of.get("attention", 0.0)
-    streams = (emb / tensor, norms * layers), (emb, gathers * layers)
-    yield Operation("", (*streams, (queries, headed * attending), (keys, headed * attending)))
-    for mixer, count in count_of.items():
+    count_of = {mixer: len(numbers) / stages for mixer, numbers in shape.layers_of.items()}
+    count_of[shape.mixers[(shape.num_layers - 1) % len(shape.mixers)]] += config.mtp_num_layers  # on all stages
+    for mixer, here in count_of.items():
         if (kind := layer_kind(mixer)) is not None:
-            used = kind.used_elements(model_shape(config)) / tensor
-            yield Operation("context", ((used, count),))
+            yield Operation("context", ((kind.used_elements(shape) / tensor, here),))
+            continue
+        own = shape.of_mixer(mixer)
+        queries = heads * own.head_dim
+        keys = own.num_kv_heads / tensor * own.head_dim
+        values = own.num_kv_heads / tensor * own.value_dim
+        yield Operation("", ((queries, headed * here), (keys, headed * here)))
+        attended += [(size, here) for size in (queries, keys, values, heads * own.value_dim)]
+        merged += [(queries, 15 * others * here), (keys + values, 14 * others * here)]
     length = config.max_target_length
     of_layers = float(attended_pairs(config.model_copy(update={"mtp_num_layers": 0}), length))
     pairs = of_layers / length / stages + (float(attended_pairs(config, length)) - of_layers) / length
     scores = pairs * heads * (config.head_dim + config.value_dim)
-    attended = tuple((size, attending) for size in (queries, keys, values, heads * config.value_dim))
-    yield Operation("context", attended, scores, backward=2.5)  # recomputes the scores
+    yield Operation("context", tuple(attended), scores, backward=2.5)  # recomputes the scores
     if not on_tpu and sizes["context"] > 1:
-        # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.
-        others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
-        merged = ((queries, 15 * others), (keys + values, 14 * others))
-        yield Operation("context", (), backward=2.2, apart=merged)
+        yield Operation("context", (), backward=2.2, apart=tuple(merged))
     backward = 1 if config.lora_rank else 2
     adapted = adapted_weights(config)
     for stack, (count, table) in stacks_of(model_shape(config)).items():

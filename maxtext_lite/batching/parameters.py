@@ -89,7 +89,8 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
       num_tokens: a number, or an array for several documents, whose shape the result has.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    met = Counter({"matrices": (1 + config.mtp_num_layers) * config.base_emb_dim * config.vocab_size})
+    outputs = (1 + config.mtp_num_layers) * config.vocab_size + config.per_layer_inputs_dim
+    met = Counter({"matrices": config.base_emb_dim * outputs})
     for part, count, weight in weights_by_part(config, {}):
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
@@ -106,7 +107,8 @@ def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
 def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
     """Pairs of a query and a key visible to it in a document of `num_tokens` tokens, summed over layers.
 
-    A global layer has half of the full square, a local or chunked one less, and a layer without attention none.
+    A global layer has half of the full square, a local or chunked one less, and a layer without attention none. A pair
+    in heads of another width than head_dim counts by its share of that.
 
     Args:
       num_tokens: a number, or an array for several documents, whose shape the result has.
@@ -123,7 +125,11 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
             return (whole * config.chunk_attn_window_size**2 + rest**2) / 2
         return num_tokens**2 / 2
 
-    return sum(count * of_layer(kind) for kind, count in Counter(config.trained_kinds).items())
+    shape = model_shape(config)
+    total = 0 * num_tokens
+    for kind, count in Counter(config.trained_kinds).items():
+        total = total + count * of_layer(kind) * (shape.of_kind(kind).head_dim / shape.head_dim)
+    return total
 
 
 def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:

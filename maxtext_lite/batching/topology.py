@@ -121,7 +121,10 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     unused = "base_moe_mlp_dim"
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
         unused = "" if config.first_num_dense_layers or "dense" in config.mlp_kinds else "base_mlp_dim"
-    return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
+    dims = {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
+    if axis == "tensor" and config.global_attention is not None:
+        dims["global_num_kv_heads"] = config.global_attention.global_num_kv_heads
+    return dims
 
 
 def mesh_text(mesh: Mapping[str, int], otherwise: str = "one device") -> str:

@@ -91,11 +91,19 @@ def kinds_in(pattern: str) -> tuple[str, ...]:
     return tuple(kind.strip() for kind in pattern.split(","))
 
 
-def mixer_of(kind: str) -> str:
-    """What layers of a kind use for attention: attention itself, or the kind, a layer of another package."""
-    return "attention" if kind in ATTENTION_KINDS else kind
+def mixer_of(kind: str, *, splits_global: bool = False) -> str:
+    """What layers of a kind use for attention: attention itself, or the kind, a layer of another package.
+
+    Args:
+      splits_global: layers without a window have heads of their own.
+    """
+    if kind not in ATTENTION_KINDS:
+        return kind
+    return "global_attention" if splits_global and kind not in LOCAL_KINDS else "attention"
 
 
+QueryKeyNorm = Literal["none", "head", "head_and_values", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
+"""How queries and keys are normed, and with head_and_values also values, without a scale."""
 MlpKind = Literal["moe", "dense"]
 """Whether a layer of a model with experts has experts, or a dense mlp in their place."""
 
@@ -127,7 +135,8 @@ class RopeScaling(_Part):
     Attributes:
       rope_type: linear divides every frequency alike, and ntk by its rank; dynamic is ntk for the longest position in a
         row; llama3 and yarn change long wavelengths and leave short ones alone; longrope divides each frequency by its
-        own factor, from short_factor in documents up to the original length and from long_factor in longer ones.
+        own factor, from short_factor in documents up to the original length and from long_factor in longer ones;
+        proportional is linear in the planes that turn.
       factor: ratio of the new length to the original one.
       original_max_position_embeddings: tokens of the original length.
       low_freq_factor, high_freq_factor: llama3 blends between the wavelengths that are the original length divided by
@@ -137,11 +146,12 @@ class RopeScaling(_Part):
       mscale, mscale_all_dim: yarn as in DeepSeek: the factors of the rotation and of the scores.
       truncate: yarn: the bounds of the blend are rounded to whole planes.
       short_factor, long_factor: longrope: one number for each plane, that is for each pair of rotated dims.
+      partial_rotary_factor: proportional: the share of planes that turn, the fastest ones.
     Source: ntk is bloc97 2023; yarn is Peng et al. 2023, arXiv:2309.00071; llama3 is Dubey et al. 2024,
       arXiv:2407.21783, section 3.4.1; longrope is Ding et al. 2024, arXiv:2402.13753.
     """
 
-    rope_type: Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
+    rope_type: Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope", "proportional"]
     factor: AtLeastOne | None = None
     original_max_position_embeddings: Count | None = None
     low_freq_factor: NotNegative | None = None
@@ -154,6 +164,7 @@ class RopeScaling(_Part):
     truncate: Flag | None = None
     short_factor: Factors | None = None
     long_factor: Factors | None = None
+    partial_rotary_factor: PositiveShare | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -183,6 +194,7 @@ ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
     "longrope": (("factor", "original_max_position_embeddings", "short_factor", "long_factor"), ("attention_factor",)),
+    "proportional": (("partial_rotary_factor",), ("factor",)),
 }
 """For each rope_type, the entries that it needs and those that it may have."""
 
@@ -228,6 +240,34 @@ class Mla(_Part):
     v_head_dim: Count
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class GlobalAttention(_Part):
+    """Heads of layers without a window, where local layers have others; {}: all layers have the same.
+
+    Attributes:
+      global_head_dim: width of a head.
+      global_num_kv_heads: key/value heads.
+      share_kv_projections: keys are also the values, before norm and rotation.
+    """
+
+    global_head_dim: Annotated[Count, Field(multiple_of=2)]
+    global_num_kv_heads: Count
+    share_kv_projections: Flag = False
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class SharedKv(_Part):
+    """Last layers without keys and values, which attend to those of the last other layer of their kind; {}: none.
+
+    Attributes:
+      num_kv_shared_layers: how many.
+      use_double_wide_mlp: their mlp has twice the width.
+    """
+
+    num_kv_shared_layers: Count
+    use_double_wide_mlp: Flag = False
+
+
 def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
     def check(value: object) -> object:
         if isinstance(value, kind) or value is None:
@@ -248,6 +288,10 @@ RopeScalingOrNone = Annotated[RopeScaling | None, BeforeValidator(_mapping_of(Ro
 """A mapping that makes a RopeScaling; {} is none."""
 MlaOrNone = Annotated[Mla | None, BeforeValidator(_mapping_of(Mla)), _mapping]
 """A mapping that makes an Mla; {} is none."""
+GlobalAttentionOrNone = Annotated[GlobalAttention | None, BeforeValidator(_mapping_of(GlobalAttention)), _mapping]
+"""A mapping that makes a GlobalAttention; {} is none."""
+SharedKvOrNone = Annotated[SharedKv | None, BeforeValidator(_mapping_of(SharedKv)), _mapping]
+"""A mapping that makes a SharedKv; {} is none."""
 PositionTemperatureOrNone = Annotated[
     PositionTemperature | None, BeforeValidator(_mapping_of(PositionTemperature)), _mapping
 ]
@@ -716,11 +760,12 @@ class ModelConfig(Section):
     normalization_layer_epsilon: Positive
     parallel_block: Literal["none", "one_norm", "two_norms"]
     residual_multiplier: Positive
+    layer_scalar: Flag
     mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
     gated_mlp: Flag
     mlp_bias: Flag
     attention_bias: Literal["none", "qkv", "all"]
-    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
+    qk_norm: QueryKeyNorm
     clip_qkv: NotNegative
     layer_pattern: LayerPattern
     sliding_window_size: CountOrZero
@@ -732,6 +777,8 @@ class ModelConfig(Section):
     inverse_layer_scaling: Flag
     position_temperature: PositionTemperatureOrNone
     mla: MlaOrNone
+    global_attention: GlobalAttentionOrNone
+    shared_kv: SharedKvOrNone
     rope_max_timescale: Positive
     rope_local_max_timescale: NotNegative
     rope_scaling: RopeScalingOrNone
@@ -739,6 +786,7 @@ class ModelConfig(Section):
     trainable_position_size: CountOrZero
     scale_embeddings: Flag
     embedding_multiplier: Positive
+    hidden_size_per_layer_input: CountOrZero
     logits_via_embedding: Flag
     logits_bias: Flag
     logits_multiplier: Positive
@@ -784,6 +832,11 @@ class ModelConfig(Section):
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
         """Which of the first layers have experts; the layers after them repeat the pattern."""
         return cast("tuple[MlpKind, ...]", kinds_in(self.mlp_pattern))
+
+    @property
+    def per_layer_inputs_dim(self) -> int:
+        """Width of a token's inputs to all layers; 0: there are none."""
+        return self.base_num_decoder_layers * self.hidden_size_per_layer_input
 
     @property
     def num_stacked_layers(self) -> int:

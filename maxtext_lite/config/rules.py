@@ -1,5 +1,6 @@
 """Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,19 +18,19 @@ from maxtext_lite.config.errors import (
 )
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.keys import (
+    ATTENTION_KINDS,
     LOCAL_KINDS,
     PRETRAIN,
     Config,
     SourceList,
     listed,
-    mixer_of,
     objective_kind,
     objective_name,
     source_kind,
     source_names,
 )
 from maxtext_lite.config.registry import installed_names, load_installed
-from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights, is_in_group, trained_paths
+from maxtext_lite.config.weights import ALL_TARGETS, adaptable_weights, is_in_group, model_shape, trained_paths
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
@@ -171,6 +172,23 @@ def _kv_heads(config: Config) -> Refusal | None:
     return None
 
 
+def _global_attention(config: Config) -> Refusal | None:
+    """Heads of layers without a window are those of ordinary attention, rotated whole."""
+    key, own, heads = "global_attention", config.global_attention, config.base_num_query_heads
+    if own is None:
+        return None
+    if heads % own.global_num_kv_heads:
+        legal = divisors_around(heads, own.global_num_kv_heads)
+        near = [dataclasses.replace(own, global_num_kv_heads=each) for each in legal]
+        return refuse(config, key, f"has kv heads that do not divide base_num_query_heads={heads}", *near)
+    if "global_attention" not in model_shape(config).mixers:
+        return refuse(config, key, f"has no effect with layer_pattern={value_text(config.layer_pattern)}", None)
+    for other, plain in (("mla", None), ("partial_rotary_factor", 1), ("attention_sinks", False)):
+        if getattr(config, other) != plain:
+            return refuse(config, key, f"is beside {other}", None, {other: plain})
+    return None
+
+
 def _head_dim(config: Config) -> Refusal | None:
     width = config.head_dim
     if config.mla is not None:
@@ -240,7 +258,7 @@ def _first_dense(config: Config, beside: str) -> Refusal | None:
 def _mixers(config: Config) -> Refusal | None:
     """Layers of other packages occur among the layers, and beside attention go without what assumes one stack."""
     pattern, layers = config.pattern, config.base_num_decoder_layers
-    mixers = [mixer_of(kind) for kind in pattern]
+    mixers = model_shape(config).mixers
     if len({*mixers}) == 1:
         return None
     if {*mixers[:layers]} != {*mixers}:
@@ -263,7 +281,7 @@ def _load_balance(config: Config) -> Refusal | None:
         return refuse(config, key, f"beside lora_rank={config.lora_rank}, whose routers are frozen", "example")
     if config.enable_diloco:
         return refuse(config, key, "beside enable_diloco=true, whose replicas have no common batch", "example")
-    if len({mixer_of(kind) for kind in config.pattern}) > 1:
+    if len({*model_shape(config).mixers}) > 1 or config.shared_kv is not None:
         rule = f"beside layer_pattern={value_text(config.layer_pattern)}, whose experts are in several stacks"
         return refuse(config, key, rule, "example")
     return None
@@ -296,7 +314,8 @@ def _parallel_block(config: Config) -> Refusal | None:
 
 def _rope_scaling(config: Config) -> Refusal | None:
     """longrope has a number for each plane; yarn counts the planes between two wavelengths, which must differ."""
-    scaling, planes = config.rope_scaling, config.rotary_dim // 2
+    own = config.global_attention
+    scaling, planes = config.rope_scaling, (config.rotary_dim if own is None else own.global_head_dim) // 2
     if scaling is None:
         return None
     if scaling.rope_type == "yarn" and config.rope_max_timescale == 1:
@@ -317,12 +336,30 @@ def _temperature(config: Config) -> Refusal | None:
     return refuse(config, "position_temperature", reason, None)
 
 
-def _inverse_layers(config: Config) -> Refusal | None:
+def _beyond_a_stage(config: Config) -> Refusal | None:
+    """Terms for which a layer must know its number, the tokens or earlier layers' keys."""
     for key in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
-        if config.inverse_layer_scaling and getattr(config, key) != 1:
-            rule = "contradicts inverse_layer_scaling=true: a stage does not know the numbers of its layers"
-            return refuse(config, key, rule, 1)
+        for term in ("inverse_layer_scaling", "hidden_size_per_layer_input", "shared_kv"):
+            if getattr(config, term) and getattr(config, key) != 1:
+                rule = f"contradicts {term}={value_text(getattr(config, term))}: a stage has its own layers alone"
+                return refuse(config, key, rule, 1)
     return None
+
+
+def _shared_kv(config: Config) -> Refusal | None:
+    """Layers without keys have an earlier layer of their kind that has some, in ordinary attention."""
+    key, shared, kinds = "shared_kv", config.shared_kv, config.layer_kinds
+    if shared is None:
+        return None
+    most = len(kinds) - 1 - max(kinds.index(kind) for kind in kinds)
+    if shared.num_kv_shared_layers > most:
+        near = dataclasses.replace(shared, num_kv_shared_layers=most) if most else None
+        return refuse(config, key, "leaves a kind of layer without one that has keys", near)
+    if config.mla is not None or not {*kinds} <= {*ATTENTION_KINDS}:
+        return refuse(config, key, "needs layers with ordinary attention", None)
+    if config.routed_bias:
+        return refuse(config, "routed_bias", f"beside {key}, whose experts are in several stacks", False)
+    return _first_dense(config, f"beside {key}")
 
 
 def _gated_activation(config: Config) -> Refusal | None:
@@ -382,6 +419,9 @@ def _mtp(config: Config) -> Refusal | None:
         return refuse(config, "mtp_num_layers", "with an objective that is not next-token prediction", 0)
     if config.lora_rank:
         return refuse(config, "mtp_num_layers", f"beside lora_rank={config.lora_rank}: it has no adapters", 0)
+    for term in ("shared_kv", "hidden_size_per_layer_input"):
+        if getattr(config, term):
+            return refuse(config, "mtp_num_layers", f"beside {term}, which is not built for it", 0)
     if layers >= config.max_target_length:
         tokens = config.max_target_length
         return refuse(config, "mtp_num_layers", f"predicts beyond max_target_length={tokens}", tokens - 1)
@@ -635,6 +675,7 @@ def _eval_data(config: Config) -> Refusal | None:
 RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _kv_heads,
     _head_dim,
+    _global_attention,
     _rotary_share,
     _layer_pattern,
     _mixers,
@@ -643,7 +684,8 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _parallel_block,
     _rope_scaling,
     _temperature,
-    _inverse_layers,
+    _beyond_a_stage,
+    _shared_kv,
     _gated_activation,
     _dense_layers,
     _mlp_pattern,

@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 
-from maxtext_lite.config.keys import Mla, MlpKind, ModelConfig, Normalization, OutputGate, listed, mixer_of
+from maxtext_lite.config.keys import (
+    GlobalAttention,
+    Mla,
+    MlpKind,
+    ModelConfig,
+    Normalization,
+    OutputGate,
+    QueryKeyNorm,
+    SharedKv,
+    listed,
+    mixer_of,
+)
 from maxtext_lite.config.registry import load
 
 MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
@@ -159,10 +170,16 @@ class ModelShape:
       gated: the mlp multiplies the activated projection by a second one.
       attention_bias: which of attention's projections have a bias.
       qk_norm: norm of queries and keys: of each head, before or after rotation, or of all heads together; after
-        rotation also without weights.
+        rotation also without weights; head_and_values: values too, without a scale.
       sinks: each query head has a learned score, which takes part in the softmax but has no value.
       output_gate: the context of attention is multiplied by a function of a projection of the layer's input.
       latent: widths of latent attention; None: ordinary attention.
+      global_attention: heads of layers without a window; None: those of the others.
+      values_are_keys: the keys' projection is also the values'.
+      shared_kv: how many of the last layers have no keys and values; None: all layers have them.
+      shares_kv: the layers have no keys and values.
+      per_layer_input_dim: width of a token's own input to each layer; 0: there is none.
+      layer_scalar: the stream after each layer is multiplied by a learned number.
       num_positions: rows of the table of learned positions; 0: rotary positions.
       rotary_dim: rotated dims of a head; None: all.
       tied: the output projection is the embedding table.
@@ -189,10 +206,16 @@ class ModelShape:
     xielu: bool = False
     mlp_bias: bool = False
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"] = "none"
+    qk_norm: QueryKeyNorm = "none"
     sinks: bool = False
     output_gate: OutputGate = "none"
     latent: Mla | None = None
+    global_attention: GlobalAttention | None = None
+    values_are_keys: bool = False
+    shared_kv: SharedKv | None = None
+    shares_kv: bool = False
+    per_layer_input_dim: int = 0
+    layer_scalar: bool = False
     num_positions: int = 0
     rotary_dim: int | None = None
     tied: bool = False
@@ -228,8 +251,9 @@ class ModelShape:
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """What each kind of the pattern uses for attention: attention itself, or the kind."""
-        return tuple(mixer_of(kind) for kind in self.pattern)
+        """What each kind of the pattern uses for attention: see `mixer_of`."""
+        splits_global = self.global_attention is not None
+        return tuple(mixer_of(kind, splits_global=splits_global) for kind in self.pattern)
 
     @property
     def layers_of(self) -> dict[str, tuple[int, ...]]:
@@ -240,6 +264,24 @@ class ModelShape:
             found[mixers[layer % len(mixers)]] += (layer,)
         return found
 
+    @property
+    def caching_layers_of(self) -> dict[str, tuple[int, ...]]:
+        """Those of `layers_of` that keep keys and values of their own, or a state."""
+        last = self.num_caching_layers
+        return {mixer: tuple(layer for layer in layers if layer < last) for mixer, layers in self.layers_of.items()}
+
+    @property
+    def num_caching_layers(self) -> int:
+        """The number of first layers with keys and values of their own, or a state."""
+        return self.num_layers - (self.shared_kv.num_kv_shared_layers if self.shared_kv else 0)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """For each layer the one whose keys and values it attends to: itself, or the last of its kind that has some."""
+        kinds = [self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers)]
+        last = {kind: layer for layer, kind in enumerate(kinds[: self.num_caching_layers])}
+        return tuple(min(layer, last[kind]) for layer, kind in enumerate(kinds))
+
     def stack_name(self, layer: int) -> str | None:
         """The name below "layers" of the stack that has a layer; None: there is one stack."""
         names = list[str]()
@@ -247,6 +289,8 @@ class ModelShape:
             names.append(self.mixers[layer % len(self.mixers)])
         if self.is_mixed:
             names.append(self.mlp_kinds[layer % len(self.mlp_kinds)])
+        if self.shared_kv is not None:
+            names.append("shared" if layer >= self.num_caching_layers else "caching")
         return "_".join(names) or None
 
     @property
@@ -270,8 +314,32 @@ class ModelShape:
         """The shape of the layers of a stack, which are equal."""
         layer = min(next(iter(self.stacks[path]), self.num_dense_layers), self.num_layers - 1)
         mixer = self.mixers[layer % len(self.mixers)]
-        pattern = tuple(kind for kind in self.pattern if mixer_of(kind) == mixer)
-        return dataclasses.replace(self, experts=self.experts if self.has_experts(layer) else None, pattern=pattern)
+        pattern = tuple(kind for kind, each in zip(self.pattern, self.mixers, strict=True) if each == mixer)
+        shape = dataclasses.replace(self.of_kind(pattern[0]), pattern=pattern)
+        if not self.has_experts(layer):
+            shape = dataclasses.replace(shape, experts=None)
+        if self.shared_kv is not None and layer >= self.num_caching_layers:
+            width = self.mlp_dim * (2 if self.shared_kv.use_double_wide_mlp else 1)
+            shape = dataclasses.replace(shape, shares_kv=True, mlp_dim=width)
+        return shape
+
+    def of_kind(self, kind: str) -> Self:
+        """The shape with the heads of this kind of layer."""
+        return self.of_mixer(mixer_of(kind, splits_global=True))
+
+    def of_mixer(self, mixer: str) -> Self:
+        """The shape with the heads of layers with one of `mixers`."""
+        own = self.global_attention
+        if own is None or mixer != "global_attention":
+            return self
+        return dataclasses.replace(
+            self,
+            head_dim=own.global_head_dim,
+            rotary_dim=self.rotary_dim and own.global_head_dim,
+            num_kv_heads=own.global_num_kv_heads,
+            values_are_keys=own.share_kv_projections,
+            global_attention=None,
+        )
 
     @property
     def num_expert_layers(self) -> int:
@@ -286,12 +354,14 @@ class ModelShape:
         V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
         F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
         P unrotated dims of a head    O rotated dims    C R + O    W width of a value    U 1
+        Y own input of a layer    X own inputs of all layers
         """
         experts = self.experts or ExpertSizes(1, 1, 0)
         sizes = {
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
             "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_dim,
+            "Y": self.per_layer_input_dim, "X": self.num_layers * self.per_layer_input_dim,
             "U": 1, "O": self.head_dim if self.rotary_dim is None else self.rotary_dim,
         }  # fmt: skip
         if (mla := self.latent) is not None:
@@ -336,6 +406,10 @@ def model_shape(config: ModelConfig) -> ModelShape:
         sinks=config.attention_sinks,
         output_gate=config.attention_output_gate,
         latent=config.mla,
+        global_attention=config.global_attention,
+        shared_kv=config.shared_kv,
+        per_layer_input_dim=config.hidden_size_per_layer_input,
+        layer_scalar=config.layer_scalar,
         num_positions=config.trainable_position_size,
         rotary_dim=config.rotary_dim,
         tied=config.logits_via_embedding,
@@ -380,7 +454,7 @@ def attention_weights(shape: ModelShape) -> WeightTable:
         table |= {name: weight("K H", "kv_heads head_dim", "zeros") for name in ("key_bias", "value_bias")}
     if shape.attention_bias == "all":
         table["out_bias"] = weight("D", "norm", "zeros")
-    if shape.qk_norm in ("head", "head_after_rope"):
+    if shape.qk_norm in ("head", "head_and_values", "head_after_rope"):
         table |= within("query_norm", norm_weights(shape, "H")) | within("key_norm", norm_weights(shape, "H"))
     if shape.qk_norm in ("all_heads", "each_head"):
         biased = shape.qk_norm == "all_heads"
@@ -388,6 +462,8 @@ def attention_weights(shape: ModelShape) -> WeightTable:
         table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim", biased=biased))
     if shape.sinks:
         table["sinks"] = weight("N", "heads", "zeros")
+    unused = ("key", "value") if shape.shares_kv else ("value",) if shape.values_are_keys else ()
+    table = {path: each for path, each in table.items() if not path.startswith(unused)}
     return table | gate
 
 
@@ -456,7 +532,7 @@ class Layer:
 
 def layer_kind(mixer: str) -> Layer | None:
     """The kind of layer that another package has added under this name; None: attention."""
-    return None if mixer == "attention" else load("layer", mixer)
+    return None if mixer.endswith("attention") else load("layer", mixer)
 
 
 def mixer_weights(shape: ModelShape) -> WeightTable:
@@ -520,6 +596,16 @@ def layer_weights(shape: ModelShape) -> WeightTable:
         **norms["mlp_norm"],
         **within("mlp", mlp_weights(shape) if shape.experts is None else expert_weights(shape)),
         **norms["mlp_post_norm"],
+        **(_per_layer_input_weights(shape) if shape.per_layer_input_dim else {}),
+        **({"layer_scalar": shape.weight("U", "norm", "ones")} if shape.layer_scalar else {}),
+    }
+
+
+def _per_layer_input_weights(shape: ModelShape) -> WeightTable:
+    return {
+        "per_layer_input_gate": shape.weight("D Y", "embed norm"),
+        "per_layer_projection": shape.weight("Y D", "norm embed"),
+        **within("per_layer_norm", norm_weights(shape)),
     }
 
 
@@ -542,6 +628,10 @@ def end_weights(shape: ModelShape) -> WeightTable:
     table = {"embedding/table": shape.weight("V D", "vocab embed")}
     if shape.num_positions:
         table["embedding/positions"] = shape.weight("T D", "positions embed")
+    if shape.per_layer_input_dim:
+        table["embedding/per_layer_table"] = shape.weight("V X", "vocab embed")
+        table["embedding/per_layer_model_projection"] = shape.weight("D X", "embed norm")
+        table |= within("embedding/per_layer_norm", norm_weights(shape, "Y"))
     table |= within("final_norm", norm_weights(shape))
     table |= {} if shape.tied else {"head/projection": shape.weight("D V", "embed vocab")}
     return table | ({"head/bias": shape.weight("V", "vocab", "zeros")} if shape.logits_bias else {})

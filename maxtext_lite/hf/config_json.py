@@ -299,12 +299,13 @@ def text_fields(fields: JsonObject) -> JsonObject:
 
 
 def text_tensor(name: str) -> str | None:
-    """A tensor's name in the text part alone; None for a tensor for images.
+    """A tensor's name in the text part alone; None for a tensor for images or sound.
 
     In checkpoints of transformers before version 4.52 the names begin with language_model, since then with
     model.language_model.
     """
-    if re.match(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.", name):
+    others = "vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio"
+    if re.match(rf"(model\.)?({others})\.", name):
         return None
     name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
     name = re.sub(r"^language_model\.model\.", "model.", name)

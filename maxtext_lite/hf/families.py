@@ -13,10 +13,12 @@ from maxtext_lite.hf.fields import DEFAULTS, TABLE, Fields, JsonObject
 from maxtext_lite.hf.layers import (
     ChunkedLayers,
     FirstDense,
+    GlobalHeads,
     InterleavedStep,
     LayerInterval,
     LayerTypes,
     MlpTypes,
+    SharedKv,
     SparseStep,
     WithoutRotation,
 )
@@ -30,6 +32,7 @@ from maxtext_lite.hf.parts import (
     LearnedPositions,
     OutBias,
     Part,
+    PerLayerInputs,
     Scaled,
     SharedWidth,
 )
@@ -50,6 +53,9 @@ PARTS: Mapping[str, Callable[..., Part]] = {
     "learned_positions": LearnedPositions,
     "out_bias": OutBias,
     "windows": LayerTypes,
+    "global_heads": GlobalHeads,
+    "shared_kv": SharedKv,
+    "per_layer_inputs": PerLayerInputs,
     "unrotated_layers": WithoutRotation,
     "chunked_layers": ChunkedLayers,
     "expert_groups": ExpertGroups,

@@ -60,6 +60,7 @@ class Fields:
       problems: sentences, each with the field and its value.
       names: the field that decides each key read so far.
       has_local_layers: whether a layer has a sliding window, once the layers are read.
+      global_layers: numbers of the layers without one, likewise.
     """
 
     def __init__(self, fields: JsonObject) -> None:
@@ -68,6 +69,7 @@ class Fields:
         self.problems: list[str] = []
         self.names: dict[str, str] = {}
         self.has_local_layers = False
+        self.global_layers: list[int] = []
 
     def take(self, name: str, default: object = None, *, key: str = "") -> Any:
         """The field's value, marked as read; `default` if it is missing.
@@ -254,7 +256,7 @@ def _plain(keys: Keys) -> JsonObject:
         plain |= {key: DEFAULTS[key] for key in _OF_EXPERTS}
     elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
-    for key in ("mla", "rope_scaling", "position_temperature"):
+    for key in ("mla", "global_attention", "shared_kv", "rope_scaling", "position_temperature"):
         part = plain[key] or {}
         entries = part if isinstance(part, dict) else part.to_mapping()
         plain[key] = {name: value for name, value in entries.items() if value != _USUAL.get(name)}
@@ -267,5 +269,8 @@ _OF_EXPERTS = (
     "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate",
     "apply_router_weight_on_input",
 )  # fmt: skip
-_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
-"""Entries of a rope_scaling or position_temperature that equal their defaults."""
+_USUAL: JsonObject = {
+    "beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all", "share_kv_projections": False,
+    "use_double_wide_mlp": False,
+}  # fmt: skip
+"""Entries of a mapping that equal their defaults."""

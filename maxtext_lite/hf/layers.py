@@ -94,6 +94,7 @@ class LayerTypes(Part):
       ends: the first and the last layer have none either.
       has_pattern: `pattern_field` states `every`.
       since: the default of `max_window_layers`: the layers from it on have a window, or with `every` those before it.
+      ends_global: the last layer has no window, whatever `layer_types` says.
       rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
         never, a model must have one.
     """
@@ -108,6 +109,7 @@ class LayerTypes(Part):
     has_pattern: bool = False
     pattern_field: str = "sliding_window_pattern"
     since: int | None = None
+    ends_global: bool = False
     rotated: Literal["always", "alone", "never"] = "always"
 
     def read(self, fields: Fields) -> JsonObject:
@@ -119,7 +121,10 @@ class LayerTypes(Part):
         usual = self._usual_kinds(fields, window, is_stated=fields.peek("layer_types") is not None)
         if kinds is None:
             kinds = usual
+        if self.ends_global:
+            kinds = [*kinds[:-1], GLOBAL]
         fields.has_local_layers = LOCAL in kinds
+        fields.global_layers = [layer for layer, kind in enumerate(kinds) if kind == GLOBAL]
         if window and self.rotated != "always":
             kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
         return {"layer_pattern": pattern_of(kinds), "sliding_window_size": window if fields.has_local_layers else 0}
@@ -160,6 +165,65 @@ class LayerTypes(Part):
         if self.listed:
             fields["layer_types"] = kinds
         return fields
+
+
+class GlobalHeads(Part):
+    """Gemma 4's heads of layers without a window, as fields or for each layer. It comes after `windows`."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        usual = {"head_dim": fields.size("head_dim", 256), "num_key_value_heads": fields.size("num_key_value_heads", 4)}
+        shares = fields.flag("attention_k_eq_v", False)
+        own = usual | {"head_dim": fields.whole("global_head_dim", 512)}
+        kv_heads = fields.whole("num_global_key_value_heads", own["num_key_value_heads"])
+        if shares:
+            own["num_key_value_heads"] = kv_heads
+        stated = fields.mapping("per_layer_config")
+        if stated:
+            layers = fields.global_layers
+            given = {name.lstrip("0") or "0": each for name, each in stated.items() if isinstance(each, dict)}
+            own = usual | given.get(str(layers[-1]), {}) if layers else usual
+            due = {str(layer): own for layer in layers if own != usual}
+            wide = {name: usual | each for name, each in given.items() if usual | each != usual}
+            if wide != due or own.keys() != usual.keys() or len(given) != len(stated):
+                why = "cannot be expressed: all layers without a window have the same heads, and all others the usual."
+                fields.refuse("per_layer_config", stated, why)
+        fields.names["global_attention"] = "per_layer_config" if stated else "global_head_dim"
+        if own == usual and not shares:
+            return {"global_attention": {}}
+        heads = {"global_head_dim": own["head_dim"], "global_num_kv_heads": own["num_key_value_heads"]}
+        return {"global_attention": {**heads, "share_kv_projections": shares}}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        own = config.global_attention
+        if own is None:
+            return {"global_head_dim": config.head_dim, "attention_k_eq_v": False}
+        heads = {"head_dim": own.global_head_dim, "num_key_value_heads": own.global_num_kv_heads}
+        layers = [layer for layer, kind in enumerate(config.layer_kinds) if kind == "global"]
+        return {
+            "global_head_dim": own.global_head_dim,
+            "num_global_key_value_heads": own.global_num_kv_heads,
+            "attention_k_eq_v": own.share_kv_projections,
+            "per_layer_config": {str(layer): heads for layer in layers},
+        }
+
+
+class SharedKv(Part):
+    """Gemma 4's last layers, which attend to the keys and values of earlier ones. It comes after `windows`."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        fields.names["shared_kv"] = name = "num_kv_shared_layers"
+        shared = fields.whole(name, 0, least=0)
+        wide = fields.flag("use_double_wide_mlp", False)
+        is_global = [layer in fields.global_layers for layer in range(fields.num_layers)]
+        if {*is_global} != {*is_global[: max(len(is_global) - shared, 0)]}:
+            fields.refuse(name, shared, "leaves a kind of layer_types without a layer that has keys.")
+        return {"shared_kv": {name: shared, "use_double_wide_mlp": wide} if shared else {}}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        shared = config.shared_kv
+        if shared is None:
+            return {"num_kv_shared_layers": 0}
+        return shared.to_mapping()
 
 
 class WithoutRotation(Part):

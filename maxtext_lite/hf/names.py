@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext_lite.config import Mla, ModelConfig, UserError
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.keys import GlobalAttention, SharedKv
 from maxtext_lite.config.weights import MTP_LAYERS, ModelShape, Weight, model_shape, num_inputs, stacks_of
 from maxtext_lite.hf.fields import TABLE, JsonObject, Keys
 from maxtext_lite.hf.safetensors import Shape, assign
@@ -34,10 +35,13 @@ INPUTS_FIRST = ("gpt2",)
 """Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
 
 
+_PARTS = {"mla": Mla, "global_attention": GlobalAttention, "shared_kv": SharedKv}
+
+
 def model_of(keys: Keys, params: Mapping[str, Any] = {}) -> ModelShape:
     """The shape of a model with these keys of the Model section, and the multi-token prediction of these parameters."""
-    mla = Mla(**keys["mla"]) if keys["mla"] else None
-    own = {"mla": mla, "load_balance_over": "example", "mtp_num_layers": 0}
+    own: dict[str, Any] = {key: kind(**keys[key]) if keys[key] else None for key, kind in _PARTS.items()}
+    own |= {"load_balance_over": "example", "mtp_num_layers": 0}
     if MTP_LAYERS in params:
         own["mtp_num_layers"] = params[MTP_LAYERS]["hidden_projection"].shape[0]
     return model_shape(ModelConfig.model_construct(**{**keys, **own}))
@@ -315,7 +319,7 @@ def entries_of(table: Table, shapes: Shapes, model: ModelShape, where: str) -> l
             if not (weights.keys() >= {*line.ours} and shapes.keys() >= {*paths}):
                 continue
             held = [weights[path] for path in line.ours]
-            name = line.laid(held, model.sizes)
+            name = line.laid(held, (model.of_stack(stack) if stack else model).sizes)
             if name is None:
                 continue
             shape = shapes[paths[0]]

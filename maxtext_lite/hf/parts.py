@@ -298,6 +298,24 @@ class OutBias(Part):
         return {"attention_bias": config.attention_bias != "none", "attention_out_bias": config.attention_bias == "all"}
 
 
+class PerLayerInputs(Part):
+    """Gemma 4's second table of embeddings; 0: there is none."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        width = fields.whole("hidden_size_per_layer_input", 256, least=0, key="hidden_size_per_layer_input")
+        rows = fields.whole("vocab_size_per_layer_input", 262144)
+        tokens = fields.size("vocab_size", rows)
+        if width and rows != tokens:
+            fields.refuse("vocab_size_per_layer_input", rows, f"cannot be expressed: it must be vocab_size={tokens}.")
+        return {"hidden_size_per_layer_input": width}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        return {
+            "hidden_size_per_layer_input": config.hidden_size_per_layer_input,
+            "vocab_size_per_layer_input": config.vocab_size,
+        }
+
+
 class SharedWidth(Part):
     """Granite's width of the shared expert; 0: there is none."""
 

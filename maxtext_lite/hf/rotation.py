@@ -265,15 +265,17 @@ class RopeByLayerType(Part):
       theta, local_theta: the default bases.
       has_field: the local base has a field, `rope_local_base_freq`.
       has_old: `rope_theta` and `rope_scaling` are read too.
+      usual: `rope_parameters` if a config.json has none.
     """
 
     theta: float = 1_000_000.0
     local_theta: float = 10_000.0
     has_field: bool = True
     has_old: bool = True
+    usual: JsonObject = field(default_factory=JsonObject)
 
     def read(self, fields: Fields) -> JsonObject:
-        new = fields.mapping("rope_parameters")
+        new = fields.mapping("rope_parameters") or dict(self.usual)
         old = fields.mapping("rope_scaling") if self.has_old else {}
         parts = {kind: new.pop(kind, {}) for kind in (GLOBAL, LOCAL)}
         for kind, part in parts.items():

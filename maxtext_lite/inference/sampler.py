@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.batching.topology import model_dimensions
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted, nearest_clause, value_text
 from maxtext_lite.config.types import WhichParameters
@@ -90,7 +91,7 @@ def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) ->
       sizes: of the mesh axes tensor, fsdp and data, or some of them.
     """
     width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
-    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
+    heads = math.gcd(*(size for key, size in model_dimensions(config, "tensor").items() if key.endswith("heads")))
     divided = {
         "tensor": (math.gcd(heads, width, config.vocab_size), "heads, mlp and vocabulary"),
         "fsdp": (config.base_emb_dim, "embedding"),

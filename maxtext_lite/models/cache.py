@@ -22,12 +22,14 @@ class KVCache(NamedTuple):
     their bits, uint16: XLA would cast a whole cache to float32 to write one token's bfloat16 into it, in every layer.
 
     Attributes:
+      wide: keys and values of layers without a window, where their heads have other sizes.
       states: [L, B, ...] of layers without attention, by kind and name; L counts the layers of a kind, as above.
     """
 
     key: Array
     value: Array | None
     states: dict[str, dict[str, Array]] = {}  # noqa: RUF012
+    wide: "KVCache | None" = None
 
     @staticmethod
     def empty(sizes: tuple[int, ...], key_dim: int, value_dim: int | None, dtype: DTypeLike) -> "KVCache":
@@ -48,7 +50,9 @@ class KVCache(NamedTuple):
             more = num_positions - x_LBKSH.shape[3]
             return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
 
-        return self._replace(key=grown(self.key), value=None if self.value is None else grown(self.value))
+        value = None if self.value is None else grown(self.value)
+        wide = None if self.wide is None else self.wide.grown(num_positions)
+        return self._replace(key=grown(self.key), value=value, wide=wide)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +73,21 @@ class CachedAttend:
     scoring: Scoring = PLAIN
 
     def __call__(
-        self, q_BTNH: Array, k_BTKH: Array, v_BTKW: Array | None, sink_N: Array | None
+        self, q_BTNH: Array, k_BTKH: Array | None, v_BTKW: Array | None, sink_N: Array | None
     ) -> tuple[Array, KVCache]:
         """Context [B, T, N, W] in q_BTNH's dtype, and the cache with the new tokens; the softmax is float32.
 
         Args:
+          k_BTKH: None, like v_BTKW, if another layer has written this layer's keys and values.
           v_BTKW: None for a cache without values: the keys are then the values, and W is H.
           sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
         """
         B, T, N, _ = q_BTNH.shape
-        key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
+        key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH, q_BTNH.dtype)
         value_LBKSW = None
         value_BKSW = key_BKSH
         if self.cache.value is not None:
-            assert v_BTKW is not None
-            value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
+            value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW, q_BTNH.dtype)
         attend = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
         # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
         num_blocks = T // _QUERIES
@@ -136,11 +140,12 @@ class CachedAttend:
         context_BKGTW = jax.lax.dot_general(weight_BKGTS, value_BKSW, (((4,), (2,)), ((0, 1), (0, 1))))
         return jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
-    def _written(self, all_LBKSH: Array, new_BTKH: Array) -> tuple[Array, Array]:
-        """All layers' entries with the new tokens, and this layer's."""
-        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
+    def _written(self, all_LBKSH: Array, new_BTKH: Array | None, dtype: DTypeLike) -> tuple[Array, Array]:
+        """All layers' entries with the new tokens, and this layer's; those stored as bits have this dtype."""
         as_bits = all_LBKSH.dtype == jnp.uint16
-        dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
-        stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
-        all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
+        dtype = dtype if as_bits else all_LBKSH.dtype
+        if new_BTKH is not None:
+            row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
+            stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
+            all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
         return all_LBKSH, jax.lax.dynamic_index_in_dim(all_LBKSH, self.layer, keepdims=False).view(dtype)

@@ -16,6 +16,7 @@ from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import MTP_LAYERS, MTP_NORMS, end_weights, is_matrix, mtp_weights, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.layers import (
+    HEADS_AXES,
     RESIDUAL_AXES,
     Attend,
     Block,
@@ -165,12 +166,14 @@ class Stream(NamedTuple):
       position_BT: position of each token in its document.
       aux: sums over the layers so far of what `experts.ExpertShape.aux_axes` names, [B] or [B, T], and the
         EXPERT_COUNTS of the last L layers with experts; {} without experts.
+      own_LBTY: each layer's own inputs; None: there are none.
     """
 
     x_BTD: Array
     segment_BT: Array
     position_BT: Array
     aux: dict[str, Array]
+    own_LBTY: Array | None = None
 
 
 def stream_axes(shape: DecoderShape) -> Tree:
@@ -362,7 +365,7 @@ class Decoder:
     ) -> tuple[Array, dict[str, Array]]:
         """`hidden`, and the stream's `aux` after all layers."""
         aux = empty_aux(self.shape, *token_BT.shape)
-        stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, aux)
+        stream = self.embedded(params, token_BT, segment_BT, position_BT)._replace(aux=aux)
         stream = self.dense_layers(params, stream)
         if self.pipeline is None:
             stream = self.layers(params["layers"], stream)
@@ -373,6 +376,12 @@ class Decoder:
     def embed(self, params: Params, token_BT: Array, position_BT: Array) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         return nnx.merge(self._graph, params).embedding(token_BT, position_BT, self.shape.dtype)
+
+    def embedded(self, params: Params, token_BT: Array, segment_BT: Array, position_BT: Array) -> Stream:
+        """The stream before the first layer, without `aux`."""
+        x_BTD = self.embed(params, token_BT, position_BT)
+        own_LBTY = nnx.merge(self._graph, params).embedding.per_layer_inputs(token_BT, x_BTD)
+        return Stream(x_BTD, segment_BT, position_BT, {}, own_LBTY)
 
     def dense_layers(self, params: Params, stream: Stream) -> Stream:
         """The stream after the first dense layers of a model with experts; most models have none.
@@ -416,9 +425,12 @@ class Decoder:
         return found, stream.aux
 
     def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
-        """The attention or memory of each kind of layer over the stream's own tokens; it keeps nothing."""
+        """The attention or memory of each kind of layer over the stream's own tokens.
 
-        def of_layer(kind: str, layer: Any, cache: None) -> Attend | Memory:
+        It keeps the last layer's keys and values of each kind where others share them, or nothing.
+        """
+
+        def of_layer(kind: str, layer: Any, cache: Any) -> Attend | Memory:
             if mixer_of(kind) == kind:
                 zeros = first_states(self.shape, kind, stream.segment_BT.shape[0])
                 return Memory(stream.segment_BT, stream.position_BT, zeros, kind)
@@ -427,12 +439,15 @@ class Decoder:
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
 
-            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Any, sink_N: Array | None) -> Any:
+            def attend(q_BTNH: Array, k_BTKH: Any, v_BTKH: Any, sink_N: Array | None) -> Any:
                 kernel = self.shape.attention
                 strategy = self.shape.context_strategy
+                if cache is not None and k_BTKH is None:
+                    k_BTKH, v_BTKH = cache[kind]
+                kept = None if cache is None else {**cache, kind: (k_BTKH, v_BTKH)}
                 return attention(
                     q_BTNH, k_BTKH, v_BTKH, segment_BT, sink_N, kernel=kernel, strategy=strategy, scoring=scoring
-                ), None
+                ), kept
 
             return attend
 
@@ -482,15 +497,16 @@ class Decoder:
             path = MTP_LAYERS
             kinds_of = ((shape.pattern[(shape.num_layers - 1) % len(shape.pattern)], None),)
         stacks: Tree = {None: layer_params} if path in shape.stacks else layer_params
+        is_decoding = cache is not None
 
         def layer(kinds: LayerKind, place: int | None, carry: Tree, entry: Tree) -> Tree:
             kind, name = kinds
             # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.
-            params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], entry)
+            params, in_stack, number, own_BTY = jax.tree.map(lambda x: x if place is None else x[place], entry)
             x_BTD, aux, cache = carry
-            if cache is not None:
+            if is_decoding:
                 params = layer_of(stacks[name], in_stack)
-            attend = attend_of(kind, number, cache)
+            attend = attend_of(kind, number, shared if cache is None else cache)
             factor_BT = query_factor(shape, kind, stream.position_BT, number)
             if factor_BT is not None:
                 attend = scaled_queries(cast(Attend, attend), factor_BT)
@@ -500,8 +516,9 @@ class Decoder:
 
                 params = with_merged_experts(params)
             module = nnx.merge(graph, params)
-            x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
-            return x_BTD, with_layer(aux, more), cache
+            own = {} if own_BTY is None else {"own_BTY": own_BTY}
+            x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop, **own)
+            return x_BTD, with_layer(aux, more), None if cache is None else kept
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -515,13 +532,33 @@ class Decoder:
         for name, params in stacks.items():
             place_L = jnp.arange(_length(params))
             number_L = jnp.asarray(shape.stacks[f"layers/{name}"]) if name else first + place_L
-            if cache is not None:
-                entries[name] = ({}, place_L, number_L)
+            own_LBTY = None if stream.own_LBTY is None else stream.own_LBTY[number_L]
+            if is_decoding:
+                entries[name] = ({}, place_L, number_L, own_LBTY)
             else:  # only scores that are divided by it need a layer's number
-                entries[name] = (params, None, number_L if shape.inverse_layer_scaling else None)
-        carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = scan_pattern(layer, kinds_of, carry, entries)
+                entries[name] = (params, None, number_L if shape.inverse_layer_scaling else None, own_LBTY)
+        shared = None
+        if shape.shared_kv is None:
+            carry = scan_pattern(layer, kinds_of, (stream.x_BTD, stream.aux, cache), entries)
+        else:
+            sharing = {name: entries.pop(name) for name in (*entries,) if str(name).endswith("shared")}
+            carry = (stream.x_BTD, stream.aux, cache if is_decoding else self._no_keys(stream))
+            x_BTD, aux, cache = scan_pattern(layer, kinds_of, carry, entries)
+            if not is_decoding:  # not carried on, so one copy serves the backward pass of all layers that share
+                shared, cache = cache, None
+            carry = scan_pattern(layer, shape.layers_from(shape.num_caching_layers), (x_BTD, aux, cache), sharing)
+        x_BTD, aux, cache = carry
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
+
+    def _no_keys(self, stream: Stream) -> dict[str, tuple[Array, Array]]:
+        """Keys and values of each kind of layer before any layer has some: zeros."""
+        none: dict[str, tuple[Array, Array]] = {}
+        for kind in self.shape.pattern:
+            own = self.shape.of_kind(kind)
+            sizes = (*stream.segment_BT.shape, own.num_kv_heads, own.head_dim)
+            zeros_BTKH = constrain(jnp.zeros(sizes, stream.x_BTD.dtype), HEADS_AXES)
+            none[kind] = (zeros_BTKH, zeros_BTKH)
+        return none
 
     def _rotation(self, stream: Stream, kind: str) -> Rotation | None:
         rope = self.shape.rope(kind)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxtext_lite.config.keys import mixer_of
+from maxtext_lite.config.weights import layer_kind
 from maxtext_lite.models.cache import CachedAttend, KVCache
-from maxtext_lite.models.decoder import Decoder, Stream, first_states
+from maxtext_lite.models.decoder import Decoder, first_states
 from maxtext_lite.models.layers import Attend, Memory, state_table
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import Params
@@ -25,7 +26,7 @@ def new_cache(decoder: Decoder, num_sequences: int, num_positions: int) -> KVCac
         num_heads = 1
         key_dim = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
         value_dim = None
-    layers_of = shape.layers_of
+    layers_of = shape.caching_layers_of
     sizes = (
         len(layers_of.get("attention", ())),
         num_sequences,
@@ -33,6 +34,10 @@ def new_cache(decoder: Decoder, num_sequences: int, num_positions: int) -> KVCac
         num_positions,
     )
     cache = KVCache.empty(sizes, key_dim, value_dim, shape.dtype)
+    if wide := layers_of.get("global_attention"):
+        own = shape.of_mixer("global_attention")
+        sizes = (len(wide), num_sequences, own.num_kv_heads, num_positions)
+        cache = cache._replace(wide=KVCache.empty(sizes, own.head_dim, own.head_dim, shape.dtype))
     states = {kind: first_states(shape, kind, len(layers_of[kind]), num_sequences) for kind in _kinds_with_state(shape)}
     return cache._replace(states=states)
 
@@ -51,11 +56,12 @@ def cache_axes(decoder: Decoder) -> KVCache:
         kind: {name: (None, "batch", *weight.axes) for name, weight in state_table(shape, kind).items()}
         for kind in _kinds_with_state(shape)
     }
-    return KVCache(axes, None if shape.latent else axes, states)
+    wide = KVCache(axes, axes) if shape.global_attention else None
+    return KVCache(axes, None if shape.latent else axes, states, wide)
 
 
 def _kinds_with_state(shape: DecoderShape) -> list[str]:
-    return [mixer for mixer in shape.layers_of if mixer != "attention"]
+    return [mixer for mixer in shape.layers_of if layer_kind(mixer)]
 
 
 def decode(
@@ -78,25 +84,40 @@ def decode(
     place_1T = jnp.arange(token_BT.shape[1])[None, :]
     position_BT = start_B[:, None] + place_1T
     segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
-    layers_of = decoder.shape.layers_of
+    shape = decoder.shape
+    layers_of = shape.caching_layers_of
 
     def of_layer(kind: str, number: Array, cache: KVCache) -> Attend | Memory:
-        mixer = mixer_of(kind)
+        mixer = mixer_of(kind, splits_global=shape.global_attention is not None)
+        if shape.shared_kv is not None:
+            number = jnp.asarray(shape.kv_layers)[number]
         layer = number if len(layers_of) == 1 else jnp.sum(jnp.asarray(layers_of[mixer]) < number)
-        if mixer != "attention":
+        if layer_kind(mixer):
             state = {name: all_LB[layer] for name, all_LB in cache.states[kind].items()}
             return Memory(segment_BT, position_BT, state, kind, cache, layer)
-        scoring = decoder.shape.scoring(kind)
-        scoring = dataclasses.replace(scoring, scale=scoring.scale_of(decoder.shape.head_dim))
-        return CachedAttend(position_BT, cache, layer, scoring)
+        scoring = shape.scoring(kind)
+        scoring = dataclasses.replace(scoring, scale=scoring.scale_of(shape.of_kind(kind).head_dim))
+        if mixer == "attention":
+            return CachedAttend(position_BT, cache, layer, scoring)
+        return _wide(CachedAttend(position_BT, cache.wide, layer, scoring), cache)
 
-    first = decoder.shape.num_dense_layers
-    stream = Stream(decoder.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
+    first = shape.num_dense_layers
+    stream = decoder.embedded(params, token_BT, segment_BT, position_BT)
     if first:
         stream, cache = decoder.scan_layers(params["dense_layers"], stream, of_layer, first=0, cache=cache)
     # A capacity is for training: here a token's output would depend on how many are decoded at once.
     stream, cache = decoder.scan_layers(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
     return decoder.final_norm(params, stream.x_BTD), cache
+
+
+def _wide(attend: Attend, cache: KVCache) -> Attend:
+    """`attend`, which keeps the cache of layers without a window, with the whole cache."""
+
+    def attend_wide(*of_tokens: Any) -> tuple[Array, KVCache]:
+        context_BTNH, wide = attend(*of_tokens)
+        return context_BTNH, cache._replace(wide=wide)
+
+    return attend_wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,11 +77,11 @@ class LatentAttention(nnx.Module):
             found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
             value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
             context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
-            return attention_output(context_BTNH, gate, self.gate_function, self.out), kept
+            return attention_output(context_BTNH, self.out, gate=gate, function=self.gate_function), kept
         plain_k_BTNH = heads(project(latent_BTD, self.key_up), None, "key_proj")
         v_BTNH = heads(project(latent_BTD, self.value_up), None, "value_proj")
         shared_BTNH = jnp.broadcast_to(shared_BT1H, (*v_BTNH.shape[:3], shared_BT1H.shape[-1]))
         k_BTNH = constrain(jnp.concatenate([plain_k_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
         q_BTNH = constrain(jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1), HEADS_AXES)
         context_BTNH, kept = attend(q_BTNH, k_BTNH, v_BTNH, None)
-        return attention_output(context_BTNH, gate, self.gate_function, self.out), kept
+        return attention_output(context_BTNH, self.out, gate=gate, function=self.gate_function), kept

@@ -6,7 +6,7 @@ follows.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -50,8 +50,10 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""
 
-Attend = Callable[[Array, Array, Any, Array | None], tuple[Array, Any]]
-"""(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
+Attend = Callable[[Array, Any, Any, Array | None], tuple[Array, Any]]
+"""(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values).
+
+The keys and values of a layer that has none are None."""
 
 
 def declare(
@@ -152,8 +154,8 @@ class Attention(nnx.Module):
     """Grouped-query attention's four projections around an `attend` that the caller chooses."""
 
     query: nnx.Param
-    key: nnx.Param
-    value: nnx.Param
+    key: nnx.Param | None = None
+    value: nnx.Param | None = None
     out: nnx.Param
     query_bias: nnx.Param | None = None
     key_bias: nnx.Param | None = None
@@ -170,36 +172,46 @@ class Attention(nnx.Module):
         self.key_norm = norm_in(table, "key_norm", shape, num_dims)
         self.clip = shape.clip_qkv
         self.gate_function: OutputGate = shape.output_gate
-        self.norms_after_rotation = shape.qk_norm == "head_after_rope"
-        self.l2_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
+        self.qk_norm = shape.qk_norm
+        self.epsilon = shape.norm_epsilon
 
     def __call__(self, x_BTD: Array, rotation: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
-        gates = () if self.output_gate is None else (self.output_gate,)
-        query, key, value, *gate = projections(x_BTD, self.query, self.key, self.value, *gates)
-        q_BTNH: Any = heads(query, self.query_bias, "query_proj")
-        k_BTKH: Any = heads(key, self.key_bias, "key_proj")
-        v_BTKH = heads(value, self.value_bias, "value_proj")
-        if not self.norms_after_rotation:
-            q_BTNH = normed(self.query_norm, q_BTNH)
-            k_BTKH = normed(self.key_norm, k_BTKH)
-        if self.clip:
-            q_BTNH = jnp.clip(q_BTNH, -self.clip, self.clip)
-            k_BTKH = jnp.clip(k_BTKH, -self.clip, self.clip)
-            v_BTKH = jnp.clip(v_BTKH, -self.clip, self.clip)
-        if rotation is not None:
-            q_BTNH = rotate(q_BTNH, rotation)
-            k_BTKH = rotate(k_BTKH, rotation)
-            if self.l2_epsilon is not None:
-                ones_H = jnp.ones(q_BTNH.shape[-1])
-                q_BTNH = rms_norm(q_BTNH, ones_H, self.l2_epsilon)
-                k_BTKH = rms_norm(k_BTKH, ones_H, self.l2_epsilon)
-        if self.norms_after_rotation:
-            q_BTNH = normed(self.query_norm, q_BTNH)
-            k_BTKH = normed(self.key_norm, k_BTKH)
+        weights = {name: getattr(self, name) for name in ("query", "key", "value", "output_gate")}
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        made = dict(zip(weights, projections(x_BTD, *weights.values()), strict=True))
+        q_BTNH = heads(made["query"], self.query_bias, "query_proj")
+        q_BTNH = self._turned(q_BTNH, self.query_norm, rotation)
+        k_BTKH: Any = None  # an earlier layer's
+        v_BTKH: Any = None
+        if self.key is not None:
+            k_BTKH = heads(made["key"], self.key_bias, "key_proj")
+            v_BTKH = heads(made["value"], self.value_bias, "value_proj") if "value" in made else k_BTKH
+            k_BTKH = self._turned(k_BTKH, self.key_norm, rotation)
+            if self.qk_norm == "head_and_values":
+                v_BTKH = self._without_scale(v_BTKH)
+            if self.clip:
+                v_BTKH = jnp.clip(v_BTKH, -self.clip, self.clip)
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
-        return attention_output(context_BTNH, gate, self.gate_function, self.out, self.out_bias), kept
+        gate = [made["output_gate"]] if "output_gate" in made else []
+        return attention_output(context_BTNH, self.out, self.out_bias, gate=gate, function=self.gate_function), kept
+
+    def _turned(self, x_BTNH: Any, norm: Norm | None, rotation: Rotation | None) -> Any:
+        """Queries or keys, normed, clipped and rotated."""
+        norms_last = self.qk_norm == "head_after_rope"
+        if not norms_last:
+            x_BTNH = normed(norm, x_BTNH)
+        if self.clip:
+            x_BTNH = jnp.clip(x_BTNH, -self.clip, self.clip)
+        if rotation is not None:
+            x_BTNH = rotate(x_BTNH, rotation)
+            if self.qk_norm == "l2_after_rope":
+                x_BTNH = self._without_scale(x_BTNH)
+        return normed(norm, x_BTNH) if norms_last else x_BTNH
+
+    def _without_scale(self, x_BTNH: Any) -> Any:
+        return rms_norm(x_BTNH, jnp.ones(x_BTNH.shape[-1]), self.epsilon)
 
 
 def heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
@@ -209,10 +221,11 @@ def heads(projected_BTNH: Array, bias: nnx.Param | None, name: str) -> Array:
 
 def attention_output(
     context_BTNH: Array,
-    gate: list[Array],
-    function: OutputGate,
     out: nnx.Param,
     bias: nnx.Param | None = None,
+    *,
+    gate: Sequence[Array] = (),
+    function: OutputGate = "none",
 ) -> Array:
     """Attention's output, [B, T, D].
 
@@ -251,7 +264,7 @@ def query_factor(shape: DecoderShape, kind: str, position_BT: Array, number: Arr
 def scaled_queries(attend: Attend, factor_BT: Array) -> Attend:
     """`attend` with each query multiplied by its factor."""
 
-    def attend_scaled(q_BTNH: Array, k: Array, v: Any, sink: Array | None) -> tuple[Array, Any]:
+    def attend_scaled(q_BTNH: Array, k: Any, v: Any, sink: Array | None) -> tuple[Array, Any]:
         q_BTNH = (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
         return attend(q_BTNH, k, v, sink)
 
@@ -296,11 +309,16 @@ class Embedding(nnx.Module):
 
     table: nnx.Param
     positions: nnx.Param | None = None
+    per_layer_table: nnx.Param | None = None
+    per_layer_model_projection: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else 1.0
         self.multiplier = shape.embedding_multiplier
-        declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
+        table = part_of(end_weights(shape), "embedding")
+        declare(self, table, shape, rngs)
+        self.per_layer_norm = norm_in(table, "per_layer_norm", shape)
+        self.num_layers = shape.num_layers
 
     def __call__(self, token_BT: Array, position_BT: Array, dtype: DTypeLike) -> Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
@@ -315,6 +333,19 @@ class Embedding(nnx.Module):
         # own tokens at once it would need the whole table.
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
+
+    def per_layer_inputs(self, token_BT: Array, x_BTD: Array) -> Array | None:
+        """Each layer's own inputs [L, B, T, Y], from the tokens and their vectors x_BTD, in its dtype; None: none."""
+        if self.per_layer_table is None or self.per_layer_model_projection is None:
+            return None
+        looked_up_BTX = self._rows(self.per_layer_table, token_BT, x_BTD.dtype)
+        looked_up_BTX = constrain(looked_up_BTX, ("end_batch", *RESIDUAL_AXES[1:]))
+        sizes = (*token_BT.shape, self.num_layers, -1)
+        looked_up_BTLY = looked_up_BTX.reshape(sizes)
+        looked_up_BTLY *= jnp.asarray(math.sqrt(looked_up_BTLY.shape[-1]), x_BTD.dtype)
+        made_BTX = project(x_BTD, self.per_layer_model_projection) * x_BTD.shape[-1] ** -0.5
+        made_BTLY = normed(self.per_layer_norm, made_BTX.reshape(sizes))
+        return jnp.moveaxis((made_BTLY + looked_up_BTLY) * 2**-0.5, 2, 0)
 
     def _rows(self, table: nnx.Param, index_BT: Array, dtype: DTypeLike) -> Array:
         """Entries of a table [.., D], in `dtype`.
@@ -369,6 +400,7 @@ class Block(Protocol):
         real_BT: Array,
         *,
         drop: bool = True,
+        own_BTY: Array | None = None,
     ) -> tuple[Array, Any, dict[str, Array]]:
         """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
 
@@ -378,6 +410,7 @@ class Block(Protocol):
             sinks to the context; with a cache it also returns the cache. A `Mixer` gets a `Memory` instead.
           real_BT: False for padding.
           drop: apply the experts' capacity, if they have one.
+          own_BTY: the layer's own inputs, in a model that has some.
         """
         ...
 
@@ -457,8 +490,13 @@ class DecoderLayer(nnx.Module):
     """A block that adds attention and then the mlp to the stream, or both from the same input. Each has a norm before
     it, after it or both."""
 
+    per_layer_input_gate: nnx.Param | None = None
+    per_layer_projection: nnx.Param | None = None
+    layer_scalar: nnx.Param | None = None
+
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = layer_weights(shape)
+        declare(self, table, shape, rngs)
         self.attention_norm = norm_in(table, "attention_norm", shape)
         self.attention = attention_of(shape)(shape, rngs=rngs)
         self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
@@ -466,6 +504,8 @@ class DecoderLayer(nnx.Module):
         self.has_experts = shape.experts is not None
         self.mlp = mlp_of(shape)(shape, rngs=rngs)
         self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
+        self.per_layer_norm = norm_in(table, "per_layer_norm", shape)
+        self.activation: Activation = shape.activation
         self.parallel = shape.parallel_block
         self.multiplier = shape.residual_multiplier
 
@@ -477,6 +517,7 @@ class DecoderLayer(nnx.Module):
         real_BT: Array,
         *,
         drop: bool = True,
+        own_BTY: Array | None = None,
     ) -> tuple[Array, Any, dict[str, Array]]:
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
@@ -494,7 +535,15 @@ class DecoderLayer(nnx.Module):
             mlp_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             mlp_BTD = self.mlp(normed_BTD)
-        return self._plus(y_BTD, normed(self.mlp_post_norm, mlp_BTD)), kept, aux
+        y_BTD = self._plus(y_BTD, normed(self.mlp_post_norm, mlp_BTD))
+        if self.per_layer_input_gate is not None and self.per_layer_projection is not None:
+            # Each device has its own tokens of the stream and of the inputs.
+            gate_BTY = project(y_BTD, self.per_layer_input_gate)
+            hidden_BTY = mlp_hidden(self.activation, gate_BTY, own_BTY)
+            y_BTD = self._plus(y_BTD, normed(self.per_layer_norm, project(hidden_BTY, self.per_layer_projection)))
+        if self.layer_scalar is not None:
+            y_BTD *= self.layer_scalar[...].astype(y_BTD.dtype)
+        return y_BTD, kept, aux
 
     def _plus(self, x_BTD: Array, y_BTD: Array) -> Array:
         """The stream plus a block's output."""

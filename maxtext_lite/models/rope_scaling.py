@@ -33,6 +33,10 @@ def scaled_angles(
 def _frequencies(rope: Rope, scaling: RopeScaling) -> np.ndarray:
     """Radians per position of each plane, float64."""
     plain = plain_frequencies(rope.dim, rope.max_timescale)
+    if scaling.rope_type == "proportional":
+        assert scaling.partial_rotary_factor is not None
+        turned = np.arange(rope.dim // 2) < int(scaling.partial_rotary_factor * rope.dim // 2)
+        return turned * plain / (scaling.factor or 1)
     assert scaling.factor is not None
     match scaling.rope_type:
         case "linear":

@@ -176,7 +176,8 @@ class DecoderShape(ModelShape):
         """The rotation of queries and keys in layers of this kind; None: they are not rotated."""
         if self.num_positions or kind in ("nope", "local_nope"):
             return None
-        dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        shape = self.of_kind(kind)
+        dim = shape.head_dim if shape.rotary_dim is None else shape.rotary_dim
         if kind == "local" and self.rope_local_max_timescale:
             return Rope(dim, self.rope_local_max_timescale)
         return Rope(dim, self.rope_max_timescale, self.rope_scaling)
@@ -189,9 +190,10 @@ class DecoderShape(ModelShape):
     def scoring(self, kind: str) -> Scoring:
         """How queries score keys in layers of this kind."""
         factor = 1.0 if self.latent is None else score_factor(self.rope_scaling)
-        scalar = self.query_scalar or self.head_dim
+        head_dim = self.of_kind(kind).head_dim
+        scalar = self.query_scalar or head_dim
         return Scoring(
-            scale=None if factor == 1 and scalar == self.head_dim else factor / math.sqrt(scalar),
+            scale=None if factor == 1 and scalar == head_dim else factor / math.sqrt(scalar),
             window=self.window if kind in LOCAL_KINDS else None,
             chunk=self.chunk if kind == "chunked" else None,
             soft_cap=self.soft_cap or None,

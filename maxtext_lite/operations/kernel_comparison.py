@@ -192,8 +192,9 @@ def _pieces(parts: StepContext, chosen: Mapping[str, int]) -> Iterator[Piece]:
     least = LEAST[jnp.dtype(shape.dtype).name]
     if "attention" in chosen:
         kinds = [kind for kind in shape.pattern if kind in ATTENTION_KINDS]
-        for scoring in dict.fromkeys(dataclasses.replace(shape.scoring(kind), chunk=None) for kind in kinds):
-            yield attention_piece(shape, scoring, least)
+        pieces = [(shape.of_kind(kind), dataclasses.replace(shape.scoring(kind), chunk=None)) for kind in kinds]
+        for of_kind, scoring in dict.fromkeys(pieces):
+            yield attention_piece(of_kind, scoring, least)
     if "experts" in chosen:
         assert shape.experts is not None
         yield experts_piece(shape, shape.experts, least)

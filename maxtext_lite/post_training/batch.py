@@ -324,14 +324,15 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
         key = "rollout_slots"
         message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
         return [Refusal(key, message, (*multiples_around(shards, slots), -1))]
-    width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
-    if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
-        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     shape = model_shape(config)
     cache = 0
-    for mixer, layers in shape.layers_of.items():
+    for mixer, layers in shape.caching_layers_of.items():
         kind = layer_kind(mixer)
         if kind is None:
+            own = shape.of_mixer(mixer)
+            width = own.num_kv_heads * (own.head_dim + own.value_dim) // mesh["tensor"]
+            if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
+                width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
             cache += len(layers) * config.max_target_length * width * BYTES[config.dtype]
         else:
             cache += len(layers) * 4 * sum(elements_on_device(weight, mesh) for weight in kind.state(shape).values())

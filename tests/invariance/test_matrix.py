@@ -75,12 +75,12 @@ OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
 
 
 def drawn(abstract, seed, *, size=0.2, norm=1):
-    """Parameters at random, so that every one of them matters; the scales of norms are near `norm`."""
+    """Parameters at random, so that every one of them matters; the scales of norms and layers are near `norm`."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         noise = np.float32(size) * rng.standard_normal(leaf.shape, np.float32)
-        return noise + np.float32(norm if "scale" in jax.tree_util.keystr(path) else 0)
+        return noise + np.float32(norm if "scal" in jax.tree_util.keystr(path) else 0)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
 
