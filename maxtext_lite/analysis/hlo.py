@@ -599,7 +599,7 @@ class ProgramWork(NamedTuple):
     @property
     def kernel_flops(self) -> float:
         """FLOPs of the kernels that state them."""
-        return sum(kernel.flops for kernel in self.kernels if not math.isnan(kernel.flops))
+        return sum(known_or_0(kernel.flops) for kernel in self.kernels)
 
     @property
     def silent_kernels(self) -> tuple[str, ...]:
@@ -696,7 +696,7 @@ def _times(each: float, times: float) -> float:
 
 def known_or_0(amount: float) -> float:
     """The amount, or 0 for NaN."""
-    return 0 if math.isnan(amount) else amount
+    return 0.0 if math.isnan(amount) else amount
 
 
 def _target(it: Instruction) -> str | None:

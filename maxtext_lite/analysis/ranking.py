@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.devices import Device
@@ -267,8 +267,7 @@ def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
     return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mesh:
+class _Mesh(NamedTuple):
     """A legal mesh.
 
     Attributes:
@@ -284,23 +283,17 @@ class _Mesh:
     bound: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """A legal mesh, with an accumulation and a number of pipeline microbatches that may be legal on it."""
+class _Split(NamedTuple):
+    """An accumulation and a number of pipeline microbatches that may be legal on a mesh.
+
+    Attributes:
+      time: of a step with the remat policy of a config.
+      least_seconds: seconds that no step is below, whatever is recomputed or offloaded.
+    """
 
     keys: Mapping[str, Any]
-    model: StepModel
-    rows: int
-    examples: int
-    shape: PipelineShape
-
-    def time(self, config: Config) -> StepTime:
-        return self.model.step(config, self.rows, self.examples, self.shape)
-
-    @functools.cached_property
-    def least_seconds(self) -> float:
-        """Seconds that no step is below, whatever is recomputed or offloaded."""
-        return self.model.least(self.rows, self.examples, self.shape).seconds
+    time: Callable[[Config], StepTime]
+    least_seconds: float
 
 
 def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
@@ -308,13 +301,12 @@ def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
 
     The last one needs the least memory.
     """
-    policies = ("none", *REMAT_POLICIES) if is_open(config, _REMAT) else (None,)
-    offloads = (False, True) if is_open(config, _OFFLOAD) else (None,)
+    policies = [{_REMAT: policy} for policy in ("none", *REMAT_POLICIES)] if is_open(config, _REMAT) else [{}]
+    offloads = [{_OFFLOAD: False}, {_OFFLOAD: True}] if is_open(config, _OFFLOAD) else [{}]
     for policy, offload in itertools.product(policies, offloads):
-        if device.host_bytes_per_second is None and (offload or "offloaded" in str(policy)):
-            continue
-        keys = {_REMAT: policy, _OFFLOAD: offload}
-        yield {key: value for key, value in keys.items() if value is not None}
+        uses_host = offload.get(_OFFLOAD) or "offloaded" in policy.get(_REMAT, "")
+        if device.host_bytes_per_second is not None or not uses_host:
+            yield {**policy, **offload}
 
 
 def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:
@@ -333,15 +325,11 @@ def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterato
 
 def _split_keys(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """The keys of a mesh with every accumulation and number of pipeline microbatches."""
-    for steps, pieces in itertools.product(divisors(config.stated_global_batch), _pieces(config, mesh)):
-        yield {**mesh, _STEPS: steps, **pieces}
-
-
-def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
-    """`microbatch_choices` on a mesh."""
     key = mesh_key("ici", "stage")
-    stated: int = getattr(config, key)
-    return microbatch_choices(config, mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1))
+    stages = mesh.get(key, getattr(config, key)) * max(config.dcn_pipeline_parallelism, 1)
+    for steps in divisors(config.stated_global_batch):
+        for pieces in microbatch_choices(config, stages):
+            yield {**mesh, _STEPS: steps, **pieces}
 
 
 def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> list[_Split]:
@@ -355,7 +343,8 @@ def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, hel
         number = keys.get(_PIECES, plan.num_pipeline_microbatches)
         rows = row_slots(batch // steps, plan.layout_shards, topology.num_hosts, number) * config.rows_per_example
         shape = PipelineShape(plan.num_pipeline_stages, number, plan.num_pipeline_repeats, steps)
-        found.append(_Split(keys, model, rows, batch, shape))
+        time = functools.partial(model.step, rows=rows, examples=batch, shape=shape)
+        found.append(_Split(keys, time, model.least(rows, batch, shape).seconds))
     return sorted(found, key=lambda split: split.least_seconds)
 
 
@@ -372,19 +361,15 @@ def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
     keys = {axis: key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))}
     stated = [getattr(config, key) for key in MESH_KEYS if key not in keys.values()]
     rest = num_devices // math.prod(size for size in stated if size > 0)
-    all_sizes = divisors(rest) if rest else ()
-    sizes = [[size for size in all_sizes if _dimension(config, axis) % size == 0] for axis in keys]
 
-    def below(left: int, axis: int) -> Iterator[tuple[int, ...]]:
-        if axis == len(sizes):
-            if left == 1 or -1 in stated:
-                yield ()
-            return
-        for size in sizes[axis]:
-            if left % size == 0:
-                yield from ((size, *others) for others in below(left // size, axis + 1))
+    def below(left: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        if not axes and (left == 1 or -1 in stated):
+            yield {}
+        for size in divisors(left) if axes and left else ():
+            if _dimension(config, axes[0]) % size == 0:
+                yield from ({keys[axes[0]]: size, **others} for others in below(left // size, axes[1:]))
 
-    return (dict(zip(keys.values(), mesh, strict=True)) for mesh in below(rest, 0))
+    return below(rest, [*keys])
 
 
 def _dimension(config: Config, axis: str) -> int:
@@ -415,11 +400,10 @@ def _nearest_to_fit(
             break
         for keys in _split_keys(config, mesh.keys):
             chosen = config.model_copy(update={**keys, **leanest})
-            if isinstance(resolve(chosen, topology), list):
-                continue
-            plan = plan_of(chosen)
-            if nearest is None or plan.memory.total < nearest[1].memory.total:
-                nearest = chosen, plan
+            if not isinstance(resolve(chosen, topology), list):
+                plan = plan_of(chosen)
+                if nearest is None or plan.memory.total < nearest[1].memory.total:
+                    nearest = chosen, plan
     return nearest
 
 
