@@ -105,24 +105,19 @@ def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
       UserError: a run has no metrics.jsonl, or they have no step in common.
     """
     lines, others = (lines_of(run) for run in runs)
-    steps = evaluations = 0
     difference = None
-    for key in sorted(lines.keys() & others.keys()):
-        step, is_of_evaluation = key
-        if is_of_evaluation:
-            evaluations += 1
-        else:
-            steps += 1
+    common = sorted(lines.keys() & others.keys())
+    if not common:
+        raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
+    for count, key in enumerate(common, start=1):
         fields = compared_fields(lines[key], others[key], tolerance)
         differing = {name: (a, b) for name, (a, b, same) in fields.items() if not same}
         if differing:
-            difference = Difference(step, is_of_evaluation, differing)
+            difference = Difference(*key, differing)
+            common = common[:count]
             break
-    if steps + evaluations == 0:
-        raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
-    last = max(step for step, _ in lines)
-    last_of_other = max(step for step, _ in others)
-    return Comparison(steps, evaluations, (last, last_of_other), difference)
+    evaluations = sum(is_of_evaluation for _, is_of_evaluation in common)
+    return Comparison(len(common) - evaluations, evaluations, (max(lines)[0], max(others)[0]), difference)
 
 
 def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
@@ -146,7 +141,8 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
     flat, other = dict(_flat(first)), dict(_flat(second))
     fields: dict[str, tuple[Any, Any, bool]] = {}
     for name in dict.fromkeys((*_EXACT, "learning_rate", *flat, *other)):
-        if _counts(name, tolerance):
+        depends_on_split = name in _SPLITS or name.startswith(_OF_SPLITS)
+        if tolerance == 0 if depends_on_split else not name.endswith(_TIMES):
             value, of_other = flat.get(name), other.get(name)
             floor = tolerance if is_around_0(name, flat) else 0.0
             fields[name] = (value, of_other, _same(name, value, of_other, tolerance, floor))
@@ -163,23 +159,14 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _counts(name: str, tolerance: float) -> bool:
-    if name in _SPLITS or name.startswith(_OF_SPLITS):
-        return tolerance == 0
-    return not name.endswith(_TIMES)
-
-
 def is_around_0(name: str, record: Record) -> bool:
     """Whether a metric may be 0 up to the rounding of numbers near 1, like the sum of a group's advantages."""
     return name.startswith(_AROUND_0) or (name == "loss" and _OF_POLICY in record)
 
 
 def _same(name: str, first: Any, second: Any, tolerance: float, floor: float) -> bool:
-    if first == second:
-        return True
-    are_numbers = isinstance(first, float | int) and isinstance(second, float | int)
-    if not are_numbers or tolerance == 0 or name in _EXACT:
-        return False
+    if name in _EXACT or not (isinstance(first, float | int) and isinstance(second, float | int)):
+        return first == second
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=floor)
 
 
@@ -235,8 +222,8 @@ def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[Saved
     steps = [set(steps_in(run / "checkpoints")) for run in runs]
     found: list[SavedDifference] = []
     for step in sorted(steps[0] & steps[1]):
-        first, second = (_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs)
-        found.append(_saved_difference(step, first, second, tolerance))
+        saved = [_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs]
+        found.append(_saved_difference(step, *saved, tolerance))
         if found[-1].arrays:
             break
     return found
@@ -375,21 +362,20 @@ def replayed(
             elsewhere = f"attention={kernel} rounds otherwise each time"
         with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
             found = _repeated(run, make_steps, step, starts, lines, with_rows=with_rows, say=say)
-    allowed = tolerance
-    if allowed is None:
-        allowed = TOLERANCES[config.dtype] if elsewhere else 0.0
-    compared, differing = _compared(found.records, lines, allowed)
+    compared, differing = _compared(found.records, lines, tolerance or 0.0)
     # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
-    if differing and tolerance is None and not elsewhere and found.compiled_anew and jax.default_backend() == "gpu":
-        elsewhere, allowed = "the step was compiled anew, on a GPU", TOLERANCES[config.dtype]
-        compared, differing = _compared(found.records, lines, allowed)
+    if differing and found.compiled_anew and jax.default_backend() == "gpu" and tolerance is None:
+        elsewhere = elsewhere or "the step was compiled anew, on a GPU"
+    if tolerance is None:
+        tolerance = TOLERANCES[config.dtype] if elsewhere else 0.0
+        compared, differing = _compared(found.records, lines, tolerance)
     if step not in compared:
         raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
     return Replay(
         step=step,
         after=found.after,
         elsewhere=elsewhere,
-        tolerance=allowed,
+        tolerance=tolerance,
         fields=compared[step],
         first_difference=differing[0] if differing else None,
         rows=found.rows,
@@ -516,9 +502,9 @@ def _other_environment(directory: Path) -> str:
         if then.get(name) != now[name]:
             return f"{name} are not the run's"
     changed: list[str] = []
-    versions: dict[str, str] = then.get("packages", {})
-    for name in versions | now["packages"]:
-        version = now["packages"].get(name)
-        if name not in _NOT_OF_STEPS and version != versions.get(name):
-            changed.append(f"{name} is {version}, then {versions.get(name)}")
+    before: dict[str, str] = then.get("packages", {})
+    packages: dict[str, str] = now["packages"]
+    for name in before | packages:
+        if name not in _NOT_OF_STEPS and packages.get(name) != before.get(name):
+            changed.append(f"{name} is {packages.get(name)}, then {before.get(name)}")
     return ", ".join(changed)
