@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+from maxtext_lite.analysis.short_runs import SHORT_RUNS
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.schedule import scale_optimizer
 from maxtext_lite.config import Config, UserError
@@ -187,28 +188,15 @@ class Branches:
         target_batch = int(read_object(self._run / "plan.json")["global_batch_to_train"])
         keys: dict[str, Any] = {
             **scale_optimizer(config, target_batch).scaled,
+            **SHORT_RUNS["branch"],
             "learning_rate": self._at["learning_rate"],
-            "learning_rate_schedule": "constant",
-            "warmup_steps": 0,
             "learning_rate_scaling": self.rule,
             "scale_adam_with_batch": config.scale_adam_with_batch and self.rule == "sqrt",
             "base_global_batch_size": self.batch,
-            "learning_rate_scaling_of": "target",
-            "on_resume_batch": "config",
-            "batch_schedule": [],
-            "batch_schedule_unit": "examples",
-            "global_batch_tokens": 0,
             "global_batch_size": sizes.batch,
-            "per_device_batch_size": -1,
             "gradient_accumulation_steps": sizes.accumulation,
             "eval_per_device_batch_size": config.eval_per_device_batch_size or self._per_device,
-            "enable_rampup_batch_size": False,
             "steps": self._step + sizes.steps,
-            "num_epochs": 0,
-            "last_batch": "drop",
-            "enable_checkpointing": True,
-            "log_to": "",
-            "prometheus_port": 0,
             "base_output_directory": str(self._output),
             "run_name": name,
         }

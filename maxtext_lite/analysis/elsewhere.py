@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from maxtext_lite.batching import batch_settings, has_same_batch_keys, keep_batches
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.topology import mesh_text
@@ -15,30 +17,16 @@ from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.keys import GLOBAL_BATCH_KEYS
 from maxtext_lite.config.whole_file import steps_in
 
-_TRAINING = (
-    "global_batch_to_train", "steps", "total_examples", "num_examples", "last_batch_examples", "dropped_examples",
-    "rampup", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
-)  # fmt: skip
-"""Plan values that decide a step's update. So does the order of the examples, but no machine changes it."""
-_MACHINE = (
-    "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train", "empty_slots_per_micro_batch",
-    "gradient_accumulation_steps", "global_batch_to_load", "loads_per_step", "loading_hosts",
-    "examples_per_loading_host", "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages",
-    "num_pipeline_microbatches", "num_pipeline_repeats",
-)  # fmt: skip
-_SPLIT_AND_SHOWN = frozenset({
-    *RunConfig.model_fields, *BatchConfig.model_fields, *MeshConfig.model_fields, "optimizer_memory_host_offload",
-    "remat_policy", "remat_save", "remat_offload", "attention", "num_vocab_tiling", "balance_attention",
-    "grain_worker_count", "eval_dataset_path", "eval_fraction", "micro_batch_size", "trainer_devices_fraction",
-    "sampler_devices_fraction", "rollout_slots", "rollout_tensor_parallelism", "rollout_fsdp_parallelism",
-    "rollout_engine", "rollout_url", "eval_num_generations", "eval_sampling_temperature",
-}) - {"seed"}  # fmt: skip
-"""Config keys that change no update, or change it only through the plan's values."""
-_PLACES = ("dataset_path", "tokenizer_path", "chat_template")
-"""Keys whose content matters; its path may differ."""
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
+_TRAINING, _MACHINE, _PLACES = (_TABLE[name] for name in ("training", "machine", "places"))
+_SPLIT_AND_SHOWN = {
+    *_TABLE["split_and_shown"],
+    *RunConfig.model_fields,
+    *BatchConfig.model_fields,
+    *MeshConfig.model_fields,
+} - {"seed"}
 _MOST_STAGES = 4
 """Stages of a ramp that a table lists."""
-_STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")
 
 
 @dataclass(frozen=True)
@@ -220,7 +208,7 @@ def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     found["memory"] = plan["memory"]["total"] if "memory" in plan else None  # no estimate was installed
     ramp = plan["rampup"]
     if ramp is not None:  # not how the batch of a stage is split
-        found["rampup"] = [{key: stage[key] for key in _STAGE} for stage in (*ramp["stages"], ramp["target"])]
+        found["rampup"] = [{key: stage[key] for key in _TABLE["stage"]} for stage in (*ramp["stages"], ramp["target"])]
     return found
 
 

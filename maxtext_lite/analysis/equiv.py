@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from maxtext_lite.analysis.repeat import repeats_of
+from maxtext_lite.analysis.short_runs import SHORT_RUNS
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import setting_text
@@ -26,7 +25,6 @@ from maxtext_lite.hf.model_directory import config_of_run
 DEVICES = 8
 
 _TOKENS, _MOST_TOKENS = 64, 512
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
 _AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 
 
@@ -51,7 +49,7 @@ def shrunk(config: Config) -> dict[str, object]:
     rotated = 8 if config.partial_rotary_factor == 1 else 40  # any common share of 40 is an even number
     kv_heads = min(config.base_num_kv_heads, 2)
     changes: dict[str, object] = {
-        **_TABLE["keys"],
+        **SHORT_RUNS["equiv"],
         "max_target_length": num_tokens,
         "base_emb_dim": 32,
         "base_mlp_dim": 64,
@@ -160,7 +158,7 @@ WHOLE = Split("one device, one micro-batch", {}, devices=1)
 def splits(config: Config) -> list[Split]:
     """Ways to split the batch of a shrunk config; the plan may refuse some."""
     found: list[Split] = []
-    for way in _TABLE["splits"]:
+    for way in SHORT_RUNS["splits"]:
         changes = _mesh(**way["mesh"]) | way.get("keys", {})
         if "pipeline" in way["mesh"]:
             changes["num_layers_per_pipeline_stage"] = _period(config)
@@ -254,7 +252,7 @@ def compare_splits(
         say(note)
     small = shrunk(config) | moved | dict(keys)
     found = splits(config)
-    yield from _compared(path, overrides, config, small | _TABLE["sgd"], found, directory / "sgd", "sgd")
+    yield from _compared(path, overrides, config, small | SHORT_RUNS["sgd"], found, directory / "sgd", "sgd")
     own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
     if config.optimizer != "sgd" and own:
         yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)

@@ -10,21 +10,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.analysis.short_runs import SHORT_RUNS
 from maxtext_lite.config import Config, packaged_file
 from maxtext_lite.config.keys import source_kind
 from maxtext_lite.config.registry import resolve
 
 EXAMPLES = 16
 """Examples of a step, where they are read."""
-_SMALL_TEXT: Mapping[str, object] = {
-    "dataset_type": "text",
-    "tokenizer_type": "byte",
-    "tokenizer_path": "",
-    "vocab_size": 320,
-    "eval_dataset_path": "",
-    "mixture_exhausted": "error",
-    "excluded_rows": "",
-}
 
 
 class ReadBatches:
@@ -56,7 +48,7 @@ class ReadBatches:
 
     def small_keys(self, config: Config) -> Mapping[str, object]:
         """The keys of small data."""
-        return _SMALL_TEXT if source_kind(config.dataset_type).data == "text" else {}
+        return SHORT_RUNS["text"] if source_kind(config.dataset_type).data == "text" else {}
 
     def freeze(self, config: Config, run: Path | None, directory: Path) -> tuple[Mapping[str, object], str]:
         """Writes what comes from outside a step into `directory`.

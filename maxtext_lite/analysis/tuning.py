@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.analysis.ranking import is_open, microbatch_choices
+from maxtext_lite.analysis.short_runs import SHORT_RUNS
 from maxtext_lite.analysis.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
@@ -143,17 +144,10 @@ def measured(
     from maxtext_lite.training.opening import open_run
 
     changes = {
+        **SHORT_RUNS["tune"],
         "base_output_directory": str(directory.parent),
         "run_name": directory.name,
-        "overwrite": False,
         "steps": warm_up + steps,
-        "num_epochs": 0,
-        "warmup_steps": 0,
-        "eval_interval": -1,
-        "enable_checkpointing": False,
-        "profiler_steps": 0,
-        "log_to": "",
-        "prometheus_port": 0,
     }
     run = open_run(candidate.config.model_copy(update=changes), device_memory_gb=device_memory_gb)
     seconds: float | None = None

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.analysis.timetable import Work, timetable
+from maxtext_lite.analysis.pipeline_view import Work, timetable
 from maxtext_lite.batching.topology import PipelineShape
 
 SHAPES = [
