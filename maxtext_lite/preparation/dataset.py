@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.journal import Journal, Outcome
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import Entry, Workshop, document_reader, run_task
 from maxtext_lite.preparation.tasks import Task, find_inputs, split_into_tasks
-from maxtext_lite.preparation.workers import Made, run_here, run_in_processes
 
 _MEGABYTE = 2**20
 _SECONDS_BETWEEN_LINES = 30.0
@@ -38,7 +43,6 @@ def prepare_dataset(
     Raises:
       UserError: an input, the tokenizer or the output is invalid, or another process writes to the output.
     """
-    here = tokenizer is not None
     encoder = TextEncoder(config, tokenizer or load_tokenizer(config))
     files = find_inputs(config.input)
     tasks = split_into_tasks(files, task_bytes=config.task_megabytes * _MEGABYTE, field=config.field)
@@ -51,24 +55,70 @@ def prepare_dataset(
         done = range(len(tasks)) if journal.is_complete() else journal.done()  # another process may have just finished
         todo = [task for task in tasks[number::of] if task.number not in done]
         progress = Progress(todo, say=say, before=len(tasks[number::of]) - len(todo))
-        if here:
-            running = run_here(todo, journal.workshop, config, encoder)
+        if tokenizer:
+            reader = document_reader(config, encoder)
+            running = (run_task(task, journal.workshop, reader) for task in todo)
         else:
-            num_workers = config.num_workers if config.num_workers > 0 else _cores()
-            fingerprint = encoder.tokenizer.fingerprint
-            running = run_in_processes(todo, journal.workshop, config, fingerprint, num_workers=num_workers)
+            running = run_in_processes(todo, journal.workshop, config, encoder)
         with progress:
-            for made in running:
-                journal.record(made.entry)
-                progress.add(made)
+            for entry in running:
+                journal.record(entry)
+                progress.add(entry)
         if todo:
             say(progress.text())
         return journal.finish()
 
 
-def _cores() -> int:
-    """Cores available to this process."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def run_in_processes(
+    tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, encoder: TextEncoder
+) -> Iterator[Entry]:
+    """Executes tasks in `num_workers` processes, each with a single thread; the result does not depend on their number.
+
+    Raises:
+      UserError: from a task.
+      RuntimeError: a worker was killed.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    num_workers = config.num_workers if config.num_workers > 0 else cores
+    not_ours = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), _begin_worker, (workshop, config, encoder)
+    )
+    try:
+        for future in as_completed([executor.submit(_run_in_worker, task) for task in tasks]):
+            yield future.result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            "a worker of prepare was killed, as happens where the memory is full: set fewer num_workers. The same "
+            "command continues from here."
+        ) from None
+    except BaseException:  # the others would first finish their tasks, which nobody records
+        for worker in set(multiprocessing.active_children()) - not_ours:
+            worker.kill()
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker(workshop: Workshop, config: PrepareConfig, encoder: TextEncoder) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _of_worker.extend((workshop, document_reader(config, encoder)))
+
+
+_of_worker: list[Any] = []
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_in_worker(task: Task) -> Entry:
+    return run_task(task, *_of_worker)
 
 
 class Progress:
@@ -106,12 +156,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, made: Made) -> None:
+    def add(self, entry: Entry) -> None:
         """Counts and shows a finished task."""
-        self._cpu_seconds += made.cpu_seconds
-        self._bytes_done += self._sizes[made.entry.number]
+        self._cpu_seconds += entry.cpu_seconds
+        self._bytes_done += self._sizes[entry.number]
         self._tasks_done += 1
-        self._tokens += made.entry.shard.tokens if made.entry.shard else 0
+        self._tokens += entry.shard.tokens if entry.shard else 0
         if self._bar is not None:
             self._bar.update(0, completed=self._bytes_done, description=self.text())
         elif time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:

@@ -29,7 +29,9 @@ def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, con
     return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
 
 
-def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
+def content_of(
+    file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object] = lambda record: None
+) -> str:
     """`Shard.content` of a shard; reads its whole file.
 
     Args:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -31,7 +30,6 @@ from maxtext_lite.data.prepared import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
     Manifest,
-    Shard,
     manifest_text,
     read_manifest,
 )
@@ -170,11 +168,10 @@ class Journal:
         if not self._has(name + _ENTRY):
             return None
         fields: dict[str, Any] = read_object(self.directory / (name + _ENTRY))
-        shard = Shard(**fields["shard"]) if fields["shard"] else None
+        entry = Entry(**fields)
+        shard = entry.shard
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # its files were removed; the task is done again
-        fields["shard"] = shard
-        entry = Entry(**fields)
         lines = (shard.documents if shard else 0) + entry.empty + entry.bad
         check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
         return entry
@@ -205,7 +202,7 @@ class Journal:
             counts = {
                 "empty": sum(entry.empty for entry in entries),
                 "bad": sum(entry.bad for entry in entries),
-                "problems": list(itertools.chain(*(entry.problems for entry in entries)))[:5],
+                "problems": [problem for entry in entries for problem in entry.problems][:5],
             }
             self._publish(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
             encoder = self._encoder
@@ -284,11 +281,13 @@ def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     ]
     before = {file["path"]: file for file in stated["inputs"]}
     now = {file["path"]: file for file in ours["inputs"]}
-    problems += [f"{now[path]['name']} is new" for path in now.keys() - before.keys()]
-    problems += [f"{before[path]['name']} is no longer among the inputs" for path in before.keys() - now.keys()]
-    for path in now.keys() & before.keys():
-        if any(now[path][field] != before[path][field] for field in ("num_bytes", "changed_ns")):
-            problems.append(f"{now[path]['name']} has changed since")
+    for path, file in (before | now).items():
+        if path not in before:
+            problems.append(f"{file['name']} is new")
+        elif path not in now:
+            problems.append(f"{file['name']} is no longer among the inputs")
+        elif any(file[field] != before[path][field] for field in ("num_bytes", "changed_ns")):
+            problems.append(f"{file['name']} has changed since")
     if not problems and list(before) != list(now):
         problems.append("its inputs were in another order")
     return sorted(problems)[:5]

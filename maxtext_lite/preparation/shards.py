@@ -3,14 +3,16 @@
 # pyright: reportAttributeAccessIssue=false
 # array_record has no annotations.
 
+import contextlib
 import dataclasses
-import hashlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext_lite.config import UserError
@@ -35,7 +37,7 @@ _DOCUMENTS_AT_ONCE = 4096
 _PROBLEMS_NAMED = 5
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Entry:
     """The journal's entry of a completed task.
 
@@ -45,6 +47,7 @@ class Entry:
       spelled: special tokens that its documents spell.
       bad: lines without a document.
       problems: descriptions of the first of them.
+      cpu_seconds: CPU time of the task.
     """
 
     number: int
@@ -53,6 +56,7 @@ class Entry:
     bad: int
     problems: tuple[str, ...]
     spelled: int = 0
+    cpu_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,26 +106,20 @@ def run_task(task: Task, workshop: Workshop, reader: DocumentReader) -> Entry:
     Raises:
       UserError: an input cannot be read or has changed, too many of its lines are bad, or the disk is full.
     """
+    began = time.process_time()
     _check_inputs(task, workshop)
-    path, lengths_path = workshop.directory / workshop.shard_name(task.number), workshop.lengths_path(task.number)
-    end = partial_name(path), partial_name(lengths_path)
+    partial = partial_name(workshop.directory / workshop.shard_name(task.number))
     try:
         with writing(workshop.directory):
-            return _written(task, workshop, reader, (path, lengths_path), end)
+            entry = _write_shard(task, workshop, reader, partial)
     finally:
-        for partial in end:
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
+    return dataclasses.replace(entry, cpu_seconds=time.process_time() - began)
 
 
-def _written(
-    task: Task,
-    workshop: Workshop,
-    reader: DocumentReader,
-    paths: tuple[Path, Path],
-    partial: tuple[Path, Path],
-) -> Entry:
+def _write_shard(task: Task, workshop: Workshop, reader: DocumentReader, partial: Path) -> Entry:
     dtype = np.dtype(token_dtype(reader.encoder.tokenizer.vocab_size)).newbyteorder("<")
-    stream = _RecordWriter(partial[0], dtype)
+    stream = _RecordWriter(partial, dtype)
     lengths: list[np.ndarray] = []
     empty = bad = spelled = 0
     problems: list[str] = []
@@ -139,25 +137,21 @@ def _written(
         stream.write(encoded.stream)
     of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
     check_bad(f"task {task.number}", bad, len(of_documents) + empty + bad, problems, workshop.max_bad_fraction)
-    tokens = stream.close()
+    stream.close()
     _check_inputs(task, workshop)
-    if not tokens:
-        return Entry(task.number, None, empty, bad, tuple(problems), spelled)
-    if int(of_documents.sum()) != tokens:
-        raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
-    read = hashlib.sha256()
-    content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
-    if read.digest() != stream.sha256.digest():
-        raise UserError(f"{partial[0]}: what was written cannot be read back. Is the disk full, or failing?")
-    about = {"documents": len(of_documents), "tokens": tokens, "content": content}
-    shard = stored_shard(workshop.directory, partial[0].name, **about)
-    write_whole(paths[1], of_documents.tobytes())
-    with partial[0].open("rb") as opened:
-        os.fsync(opened.fileno())
-    partial[0].replace(paths[0])
-    for path in paths:
+    shard = None
+    if tokens := int(of_documents.sum()):
+        content = content_of(partial, -(-tokens // TOKENS_PER_RECORD), [of_documents])
+        about = {"documents": len(of_documents), "tokens": tokens, "content": content}
+        shard = stored_shard(workshop.directory, partial.name, **about)
+        lengths_path = workshop.lengths_path(task.number)
+        write_whole(lengths_path, of_documents.tobytes())
+        with partial.open("rb") as opened:
+            os.fsync(opened.fileno())
+        path = partial.replace(workshop.directory / workshop.shard_name(task.number))
         workshop.deliver(path)
-    shard = dataclasses.replace(shard, file=paths[0].name)
+        workshop.deliver(lengths_path)
+        shard = dataclasses.replace(shard, file=path.name)
     return Entry(task.number, shard, empty, bad, tuple(problems), spelled)
 
 
@@ -178,44 +172,33 @@ class _RecordWriter:
     """Writes a stream of token ids as records of TOKENS_PER_RECORD ids, the last one shorter."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._writer: Any = None
         self._path = path
         self._rest = np.zeros(0, dtype)
-        self._tokens = 0
-        self.sha256 = hashlib.sha256()  # of the ids; what is read back must match it
+        with self._errors():
+            self._writer: Any = ArrayRecordWriter(str(path), _OPTIONS)
 
     def write(self, ids: np.ndarray) -> None:
         """Adds token ids to the stream."""
-        self.sha256.update(ids.tobytes())
-        self._tokens += len(ids)
         whole = np.concatenate([self._rest, ids])
         stop = len(whole) - len(whole) % TOKENS_PER_RECORD
-        for start in range(0, stop, TOKENS_PER_RECORD):
-            self._write_record(whole[start : start + TOKENS_PER_RECORD])
+        with self._errors():
+            for start in range(0, stop, TOKENS_PER_RECORD):
+                self._writer.write(whole[start : start + TOKENS_PER_RECORD].tobytes())
         self._rest = whole[stop:]
 
-    def _write_record(self, ids: np.ndarray) -> None:
+    def close(self) -> None:
+        """Writes the rest."""
+        with self._errors():
+            if len(self._rest):
+                self._writer.write(self._rest.tobytes())
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Generator[None]:
         try:
-            if self._writer is None:
-                self._writer = ArrayRecordWriter(str(self._path), _OPTIONS)
-            self._writer.write(ids.tobytes())
+            yield
         except RuntimeError as error:
-            raise _not_written(self._path, error) from None
-
-    def close(self) -> int:
-        """Writes the rest; returns the length of the stream."""
-        if len(self._rest):
-            self._write_record(self._rest)
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        except RuntimeError as error:
-            raise _not_written(self._path, error) from None
-        return self._tokens
-
-
-def _not_written(path: Path, error: RuntimeError) -> UserError:
-    return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
+            raise UserError(f"{self._path} cannot be written: {str(error).partition(';')[0]}.") from None
 
 
 def _check_inputs(task: Task, workshop: Workshop) -> None:

@@ -108,7 +108,7 @@ def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monke
         "maxtext_lite.preparation.journal.Journal.is_complete",
         lambda _: next(answers),
     )
-    monkeypatch.setattr("maxtext_lite.preparation.workers.run_task", None)
+    monkeypatch.setattr("maxtext_lite.preparation.dataset.run_task", None)
     assert prepare().manifest == manifest
     assert content("out") == expected
 
