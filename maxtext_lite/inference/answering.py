@@ -15,8 +15,7 @@ from maxtext_lite.config.records import json_text
 from maxtext_lite.hf.chat import ChatTemplate, chat_template, check_contents
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.inference.sampler import Sampler, finite_tokens, load_on_mesh, mesh_problems
-from maxtext_lite.inference.stream_text import TimedTokens, WrittenText, write_texts
-from maxtext_lite.inference.text_tokens import TextTokens
+from maxtext_lite.inference.stream_text import TextTokens, TimedTokens, WrittenText, write_texts
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import start_devices
 

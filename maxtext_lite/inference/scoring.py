@@ -24,8 +24,7 @@ from maxtext_lite.inference.sampler import (
     load_on_mesh,
     mesh_problems,
 )
-from maxtext_lite.inference.stream_text import write_texts
-from maxtext_lite.inference.text_tokens import TextTokens
+from maxtext_lite.inference.stream_text import TextTokens, write_texts
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.models.layers import OutputHead

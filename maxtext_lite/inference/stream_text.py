@@ -4,9 +4,15 @@ import collections
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from maxtext_lite.data import Tokenizer
+from maxtext_lite.config import Config
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.hf.directory import hf_directory
+from maxtext_lite.hf.stop_tokens import stop_tokens
+from maxtext_lite.hf.turns import TurnEncoder
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # of a character in UTF-8
@@ -108,39 +114,6 @@ def marked_stops(encoder: TextEncoder, texts: Sequence[str]) -> tuple[list[str],
     return list(dict.fromkeys([*texts, *marked])), by_id
 
 
-class StopText:
-    """A filter that passes text on once it cannot be part of a stop string.
-
-    Attributes:
-      found: a stop string has been found; nothing more is passed on.
-    """
-
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        self._stops = tuple(stop_strings)
-        self._held = ""
-        self.found = False
-
-    def push(self, piece: str) -> str:
-        """The text that can be passed on after this piece."""
-        if self.found:
-            return ""
-        text = self._held + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.found = True
-            self._held = ""
-            return text[: min(places)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """The text held back so far, at the end of the stream."""
-        held = self._held
-        self._held = ""
-        return "" if self.found else held
-
-
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`, other than all of it."""
     longest = min(len(text), len(stop) - 1)
@@ -164,10 +137,11 @@ class WrittenText:
         stop_strings: Sequence[str],
         stand_ins: Mapping[int, str] | None = None,
     ) -> None:
-        self._stop = frozenset(stop_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_strings = stop_strings
         self._decoder = decoder
         self._stand_ins = stand_ins or {}
-        self._until = StopText(stop_strings)
+        self._held = ""  # may be the beginning of a stop string
         self.ended = False
         self.text = ""
 
@@ -175,24 +149,72 @@ class WrittenText:
         """The new part of the text after this token."""
         if self.ended:
             return ""
-        if token in self._stop:
+        if token in self._stop_ids:
             return self.end()
-        return self._add(self._until.push(self._decoder.push(token) + self._stand_ins.get(token, "")))
+        return self._add(self._decoder.push(token) + self._stand_ins.get(token, ""))
 
     def end(self) -> str:
         """Ends the text; returns its rest, "" if it had already ended."""
         if self.ended:
             return ""
-        piece = self._until.push(self._decoder.flush())
-        piece = self._add(piece if self._until.found else piece + self._until.flush())
+        piece = self._add(self._decoder.flush(), is_last=True)
         self.ended = True
         return piece
 
-    def _add(self, piece: str) -> str:
-        piece = _STAND_INS.sub("", piece)  # they are no part of a text
-        self.text += piece
-        self.ended = self._until.found
-        return piece
+    def _add(self, piece: str, *, is_last: bool = False) -> str:
+        text = self._held + piece
+        places = [place for stop in self._stop_strings if (place := text.find(stop)) >= 0]
+        end = min(places, default=len(text))
+        if not places and not is_last:
+            end -= max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        self.ended = bool(places)
+        self._held = text[end:]
+        added = _STAND_INS.sub("", text[:end])  # they are no part of a text
+        self.text += added
+        return added
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The conversion between texts and a model's tokens.
+
+    Attributes:
+      carried: the directory of the files that came with the model; None if it was trained from scratch.
+      stop_token_ids: tokens after which a text ends.
+    """
+
+    encoder: TurnEncoder
+    carried: Path | None
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, directory: Path, config: Config) -> "TextTokens":
+        """The conversion for a directory's model.
+
+        Raises:
+          UserError: there is no tokenizer, or it has more tokens than the model.
+        """
+        tokenizer = load_tokenizer(config)
+        check_vocabulary(tokenizer, config.vocab_size)
+        stop = stop_tokens([directory], tokenizer)
+        return cls(TurnEncoder(config, tokenizer), hf_directory(directory), stop)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.encoder.tokenizer
+
+    def begin(
+        self, stop_strings: Sequence[str], stop_token_ids: Sequence[int] | None = None, *, prompt: Sequence[int] = ()
+    ) -> WrittenText:
+        """An empty text that ends before any of `stop_strings`, and at these tokens or the model's.
+
+        Args:
+          prompt: the tokens of the text that it continues; none for an answer, which is a text by itself.
+        """
+        stop = self.stop_token_ids if stop_token_ids is None else stop_token_ids
+        strings, stand_ins = marked_stops(self.encoder, stop_strings)
+        return WrittenText(StreamDecoder(self.tokenizer, prompt), stop, strings, stand_ins)
 
 
 def write_texts(tokens: Iterable[tuple[int, int, float]], written: Sequence[WrittenText]) -> Iterator[tuple[int, str]]:

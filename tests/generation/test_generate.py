@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import types
 
 import jax
 import pytest
@@ -14,8 +15,7 @@ from maxtext_lite.generate import main, parse_generate_config
 from maxtext_lite.inference import answering
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.inference.sampler import load_on_mesh
-from maxtext_lite.inference.stream_text import StopText, StreamDecoder, WrittenText
-from maxtext_lite.inference.text_tokens import TextTokens
+from maxtext_lite.inference.stream_text import StreamDecoder, TextTokens, WrittenText
 
 LOAD = load_on_mesh
 
@@ -67,7 +67,7 @@ def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(
         f"---- {number}\n{prompt}{text['text']}\n"
         for number, (prompt, text) in enumerate(zip(["AB", "C"], of_text, strict=True))
     )
-    monkeypatch.setattr("maxtext_lite.inference.text_tokens.load_tokenizer", None)
+    monkeypatch.setattr("maxtext_lite.inference.stream_text.load_tokenizer", None)
     words = ["prompt_ids=[[65,66],[67]]", "temperature=0", "max_new_tokens=4", "--json"]
     assert main([str(directory), *words]) == 0
     answers = json.loads(capsys.readouterr().out)
@@ -199,14 +199,15 @@ TEXT = "one, two.\nUser: three"
 )
 def test_a_text_ends_before_the_first_stop_string(stops, expected):
     for size in (1, 2, 3, 5, 100):
-        until, text = StopText(stops), ""
+        decoder = types.SimpleNamespace(push=str, flush=str)
+        written, text = WrittenText(decoder, (), stops), ""
         for start in range(0, len(TEXT), size):
-            text += until.push(TEXT[start : start + size])
+            text += written.push(TEXT[start : start + size])
             assert expected.startswith(text), (
                 "nothing is let through that belongs to a stop string"
             )
-        assert text + until.flush() == expected
-        assert until.found == (expected != TEXT)
+        assert written.ended == (expected != TEXT)
+        assert text + written.end() == expected == written.text
 
 
 def test_neither_stop_tokens_nor_stop_strings_are_part_of_a_text():
