@@ -115,7 +115,7 @@ def _table(results: Sequence[BranchResult], losses: Mapping[int, float]) -> Iter
     for each in results:
         if each.left_out:
             steps = f"{each.left_out:,} step{'' if each.left_out == 1 else 's'}"
-            yield f"batch {each.batch}: the loss leaves out {steps} whose loss is not finite"
+            yield f"batch {each.batch}: the loss excludes {steps} with a non-finite loss"
 
 
 if __name__ == "__main__":

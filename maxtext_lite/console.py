@@ -194,7 +194,7 @@ class Stdout(io.FileIO):
             os.close(nothing)
             if self.is_needed:
                 raise StdoutLost(error) from None
-            complain(f"warning: stdout cannot be written any more ({error.strerror}); training goes on without it")
+            complain(f"warning: stdout is no longer writable ({error.strerror}); training continues without it")
             return len(data)
 
 

@@ -101,7 +101,7 @@ parse() {
       --connect-flag) connect_flags+=("$value") ;;
       esac
       ;;
-    *) fail "unknown option $option. $0 --help lists what there is; the run's own key=value stand after --." ;;
+    *) fail "unknown option $option. $0 --help lists the options; the run's own key=value arguments follow --." ;;
     esac
   done
   whole_number --slices "$slices"
@@ -313,11 +313,11 @@ follow_to_the_end() {
     case $outcome in
     running)
       if [ "$(state)" != ready ]; then return; fi
-      say "the connection ended, the run goes on"
+      say "the connection was lost; the run continues"
       ;;
     unreachable)
       if [ "$(state)" != ready ]; then return; fi
-      say "the workers do not answer; trying again in $poll seconds"
+      say "the workers do not respond; trying again in $poll seconds"
       sleep "$poll"
       ;;
     *) return ;;
@@ -344,7 +344,7 @@ finish() { # EXIT_CODE
 again() { # WHY
   restarts=$((restarts + 1))
   if [ "$restarts" -gt "$max_restarts" ]; then
-    say "$1 once more after --max-restarts $max_restarts"
+    say "$1 again, after all --max-restarts $max_restarts"
     finish 1
   fi
   say "$1; restart $restarts of at most $max_restarts"
@@ -370,10 +370,10 @@ up() {
     fi
     if [ "$(result 0)" != running ] && ! (install && start); then
       was_preempted || finish 1
-      again "$name was taken away during the installation"
+      again "$name was preempted during the installation"
       continue
     fi
-    say "the run is under way on all workers; Ctrl-C leaves it so"
+    say "the run is running on all workers; Ctrl-C detaches without stopping it"
     follow_to_the_end
     case $outcome in
     0 | 2 | 3) finish "$outcome" ;;
@@ -383,7 +383,7 @@ up() {
       ;;
     esac
     if was_preempted; then
-      again "$name was taken away"
+      again "$name was preempted"
     elif [ "$outcome" = 75 ] || [ "$outcome" = 76 ] || [ "$outcome" = 130 ] || [ "$outcome" = lost ]; then
       again "the run was interrupted"
     else
@@ -425,7 +425,7 @@ main() {
   fi
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
-  trap 'echo; say "left; the run goes on. $0 logs --name $name follows it, stop ends it"; exit 130' INT
+  trap 'echo; say "detached; the run continues. $0 logs --name $name follows it, stop ends it"; exit 130' INT
   case $command in
   up) up ;;
   create) ensure_ready ;;

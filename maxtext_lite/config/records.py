@@ -44,8 +44,8 @@ def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
             elif line.strip():
                 notes.append(f"{path.name} {INCOMPLETE}: the run was writing it, or was killed.")
     if bad:
-        left_out = f"{len(bad)} of {number} lines have no step and are left out"
-        notes.append(f"{path.name}: {left_out}: {_first([str(line) for line in bad])}.")
+        ignored = f"{len(bad)} of {number} lines have no step and are ignored"
+        notes.append(f"{path.name}: {ignored}: {_first([str(line) for line in bad])}.")
 
 
 def _record(line: bytes) -> Record | None:

@@ -187,7 +187,7 @@ def mixture_sentences(
     ]
     stops = config.mixture_exhausted == "stop"
     for name, position in source.exhausted(sys.maxsize if stops else end).items():
-        then = f"the run ends with example {end:,}" if stops else "the others go on"
+        then = f"the run ends with example {end:,}" if stops else "the others continue"
         sentences.append(f"source {name} reaches its max_epochs at example {position:,}: {then}")
         if stops:
             break

@@ -176,10 +176,10 @@ def adapter_of(path: str | Path) -> Adapter | None:
     modules, side_by_side = _modules(root / WEIGHTS)
     for module in modules:
         if not _targets(module):
-            why = f"target_modules has {value_text(module)}, which is no weight of layers that has adapters. {_MERGE}"
+            why = f"target_modules names {value_text(module)}, which is not a weight that can have adapters. {_MERGE}"
             raise UserError(f"{root / CONFIG}: {why}")
         if field := fields.leaves_out(module):
-            why = f"leaves out {value_text(module)}, which {WEIGHTS} has matrices for."
+            why = f"excludes {value_text(module)}, but {WEIGHTS} has matrices for it."
             raise UserError(f"{root / CONFIG}: {field}={value_text(stated.get(field))} {why}")
     ranks = {module: _rank_of(module, fields, side_by_side) for module in modules}
     targets = {target for each in ranks.values() for target in each.targets}

@@ -91,10 +91,10 @@ class DequantizedDir(SafetensorsDir):
         word = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}[dtype]
         for name, packed in self._packed.items():
             self.tensors[name] = Stored(packed.like.file, word, packed.shape, 0)
-        left_out = [name for name in self.tensors if name.endswith(_OF_ACTIVATIONS)]
-        for name in left_out:
+        ignored = [name for name in self.tensors if name.endswith(_OF_ACTIVATIONS)]
+        for name in ignored:
             del self.tensors[name]
-        scales = f"; {len(left_out)} scales of activations and caches are left out" if left_out else ""
+        scales = f"; {len(ignored)} scales of activations and caches are ignored" if ignored else ""
         print(f"{self._where}: {len(self._packed)} weights are dequantized to {dtype}{scales}", file=sys.stderr)
 
     def rename(self, names: Mapping[str, str]) -> None:

@@ -167,8 +167,8 @@ class AnswerFinder:
                 return followed[: len(kept) + int(next_role.stops[0])]
         if not closing:
             raise UserError(
-                "the chat template closes an answer with nothing, and what follows begins with no special token "
-                f"('{value_text(followed[:20])}'), so that a model would not learn to stop. Set chat_template to one "
+                "the chat template writes nothing after an answer, and what follows begins with no special token "
+                f"('{value_text(followed[:20])}'), so a model would not learn to stop. Set chat_template to one "
                 "that writes a token after each answer."
             )
         return closing

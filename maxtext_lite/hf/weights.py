@@ -207,7 +207,7 @@ def _refuse_other_tensors(
         else:
             unknown.append(name)
     if num_heads:
-        print(f"{where}: {num_heads} tensors of heads for further tokens are left out", file=sys.stderr)
+        print(f"{where}: {num_heads} tensors of heads that predict further tokens are ignored", file=sys.stderr)
     missing = [name for name in wanted if name not in there]
     if keys["logits_via_embedding"] and _HEAD in unknown and not missing:
         _refuse_untied(files, entries, where)

@@ -69,13 +69,13 @@ class SpikesHook(Hook):
         refuse_to_go_back_often(self._run, error)
         spike = SpikeLocation(error.step, error.examples_seen, self._run.mixtures)
         prepare = functools.partial(exclude_outliers, spike=spike, limit=error.limit)
-        raise Restart(f"{error}; the run goes back", prepare)
+        raise Restart(f"{error}; the run rolls back", prepare)
 
 
 def refuse_to_go_back_often(run: TrainingRun, spike: LossSpike) -> None:
     """Raises the spike, with the reason, if the run has rolled back too often."""
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
-        often = f"the run has gone back {MOST} times within {WINDOW} steps, as {run.directory / EXCLUDED} says"
+        often = f"the run has rolled back {MOST} times within {WINDOW} steps (see {run.directory / EXCLUDED})"
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
@@ -147,8 +147,8 @@ def _rows_before(run: TrainingRun, spike: SpikeLocation) -> tuple[int, Sequence[
     state, counts = run.restore_or_init()
     if not _leads_to(spike, run, counts, run.mixtures):
         raise RollbackError(
-            f"step {spike.step} has a loss spike, and the run cannot go back before it: the checkpoint from which its "
-            f"batch or its mixture changed is gone, and the one of step {counts.step} replays other examples; "
+            f"step {spike.step} has a loss spike, and the run cannot roll back past it: the checkpoint where its batch or "
+            f"mixture changed is gone, and the one of step {counts.step} would replay other examples; "
             f"{NOTHING_SAVED}",
             spike.step,
             spike.examples_seen,
@@ -186,7 +186,7 @@ def find_outlier_rows(
       width: max_loss_spike.
     """
     if before and _is_within(before.next_rows, limit):
-        why = "the update of its step made the loss leave its band"
+        why = "the update of its step pushed the loss out of its band"
         if outliers := _outliers(before.rows, width):
             return Outliers(outliers, before.first, f"{why}, and it is an outlier there")
         return Outliers(before.rows, before.first, f"{why}, and no row is an outlier there")

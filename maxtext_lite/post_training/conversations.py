@@ -259,7 +259,7 @@ class Renderer:
             num_cut += is_cut
             if is_cut and not rendered.is_plain and not self._tokenizer.decode(placed.token_ids[within]).strip():
                 raise UserError(
-                    f"{rendered.where}: an answer is part of a token that begins before it, so that only its end would "
+                    f"{rendered.where}: an answer is part of a token that begins before it, so only its end would "
                     "be learned. Set chat_template to one whose generation prompt does not end with a space."
                 )
             is_answer |= touching if rendered.is_marked else within
@@ -325,8 +325,8 @@ class Renderer:
         rendered, *others = self._conversation(where, turns, first_learned)
         if others:
             raise UserError(
-                f"{where}: the chat template renders earlier turns differently when more follow, so that the answers "
-                "of a pair have no common text. Give pairs of one answer each."
+                f"{where}: the chat template renders earlier turns differently when more follow, so the answers of a "
+                "pair share no text. Give pairs of one answer each."
             )
         return rendered
 

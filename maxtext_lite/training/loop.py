@@ -355,7 +355,7 @@ class _Loop:
         self.lost_evaluation = self.stop.reason is Reason.SIGNAL or not self._evaluate(state, stops)
         if self.lost_evaluation:
             self.eval_loss = None
-            self.log.terminal.say_step(self.log.counts.step, "no evaluation, as the run stops")
+            self.log.terminal.say_step(self.log.counts.step, "evaluation skipped: the run is stopping")
 
     def _evaluate(self, state: TrainState, stops: Callable[[], bool]) -> bool:
         """Evaluates and records the result; returns whether it finished, which `stops` may prevent."""

@@ -72,7 +72,7 @@ def test_a_run_that_finds_outliers_ends_in_the_bits_of_one_that_was_told(
     own = [f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]
     found = train(load_config(None, [*words, *own]))
     said = capsys.readouterr().out
-    back = [line for line in said.splitlines() if "the run goes back" in line]
+    back = [line for line in said.splitlines() if "the run rolls back" in line]
     assert [line.split()[1] for line in back] == ["25"]
     text = (bucket / "found" / "excluded_rows.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
@@ -90,7 +90,7 @@ def test_a_run_that_finds_outliers_ends_in_the_bits_of_one_that_was_told(
             None, [*words, "run_name=told", f"excluded_rows={tmp_path}/rows.jsonl"]
         )
     )
-    assert "goes back" not in capsys.readouterr().out
+    assert "rolls back" not in capsys.readouterr().out
     assert not (told.run_directory / "excluded_rows.jsonl").exists()
     got, want = steps_of(bucket / "found"), steps_of(told.run_directory)
     assert [line["step"] for line in got] == list(range(1, 27))  # each once
@@ -156,7 +156,7 @@ def test_a_run_goes_back_a_few_times_only(tmp_path):
     refuse_to_go_back_often(
         run_of(tmp_path, [1] * 9 + [100] * (MOST - 1)), spike
     )  # long ago does not count
-    with pytest.raises(LossSpike, match="gone back 5 times"):
+    with pytest.raises(LossSpike, match="rolled back 5 times"):
         refuse_to_go_back_often(run_of(tmp_path, [98, 98, 99, 100, 100]), spike)
 
 
