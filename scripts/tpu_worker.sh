@@ -50,7 +50,7 @@ install)
 start)
   shift
   if is_running; then
-    echo "the run is under way already"
+    echo "the run is already running"
     exit 0
   fi
   rm -rf "$run"

@@ -68,14 +68,7 @@ class HarnessModel:
 
         directory = local_copy(path, "path")
         self._config = directory_config(directory, asked.dtype)
-        self._scorer = TextScorer(
-            directory,
-            self._config,
-            max_length=asked.max_length,
-            rows_at_once=asked.rows_at_once,
-            mesh=asked.mesh,
-            parameters=asked.parameters,
-        )
+        self._scorer = TextScorer(directory, self._config, asked)
 
     @property
     def tokenizer_name(self) -> str:

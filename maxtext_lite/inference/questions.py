@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from maxtext_lite.config import UserError
@@ -136,16 +137,14 @@ def _num_bytes(texts: Sequence[str]) -> int:
 def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) -> dict[str, float]:
     """Accuracy by log-likelihood, and by log-likelihood per byte; for cloze, the share of greedy answers."""
     rest = iter(scored)
-    right = right_by_byte = greedy = nll = tokens = 0.0
+    right = right_by_byte = greedy = 0
+    nll = tokens = 0.0
     for question in questions:
-        count = len(question.choices)
-        of_question = list(itertools.islice(rest, count))
-        likelihoods: list[float] = [part.log_likelihood for part in of_question]
-        by_byte = [
-            likelihood / len(text.encode()) for likelihood, text in zip(likelihoods, question.choices, strict=True)
-        ]
-        right += max(range(count), key=likelihoods.__getitem__) == question.answer
-        right_by_byte += max(range(count), key=by_byte.__getitem__) == question.answer
+        of_question = list(itertools.islice(rest, len(question.choices)))
+        likelihoods = np.array([part.log_likelihood for part in of_question])
+        num_bytes = [len(text.encode()) for text in question.choices]
+        right += int(likelihoods.argmax() == question.answer)
+        right_by_byte += int((likelihoods / num_bytes).argmax() == question.answer)
         answer = of_question[question.answer]
         greedy += answer.is_greedy
         nll -= answer.log_likelihood

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.data.text_files import find_files, read_documents
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
@@ -164,24 +163,19 @@ class TextScorer:
         its first use, it lacks parameters.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: Config,
-        *,
-        max_length: int,
-        rows_at_once: int,
-        mesh: Mapping[str, int],
-        parameters: WhichParameters = "trained",
-    ):
+    def __init__(self, directory: Path, config: Config, asked: EvaluateConfig):
         self._positions = positions = config.trainable_position_size
-        if positions and max_length - 1 > positions:
+        if positions and asked.max_length - 1 > positions:
             raise UserError(
-                f"max_length={max_length} is more than the model's {positions} learned positions and one. "
+                f"max_length={asked.max_length} is more than the model's {positions} learned positions and one. "
                 f"Nearest that works: {positions + 1}."
             )
+        self._directory = directory
+        self._config = config
+        self._asked = asked
+        self._max_length = asked.max_length
         self._tokens = TextTokens.of(directory, config)
-        if problems := mesh_problems(config, len(start_devices()), mesh):
+        if problems := mesh_problems(config, len(start_devices()), asked.mesh):
             raise UserError(problems)
         self.encoder = self._tokens.encoder
         self.tokenizer = self._tokens.tokenizer
@@ -189,20 +183,16 @@ class TextScorer:
         # End-of-text precedes each text of a model from scratch, whose texts begin with no other token.
         begins_with_end = not self._tokens.carried and not len(self.encoder.begin_ids)
         self._begin_ids = [self._end_of_text_id] if begins_with_end else []
-        self._max_length = max_length
-        self._rows_at_once = rows_at_once
-        self._dtype = config.dtype
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
-        self._load = functools.partial(load_on_mesh, directory, config, mesh, parameters)
         self.is_rendered = False
 
     @functools.cached_property
     def _model(self) -> tuple[Decoder, Params, jax.sharding.Mesh]:
-        return self._load()
+        return load_on_mesh(self._directory, self._config, self._asked.mesh, self._asked.parameters)
 
     @functools.cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(*self._model, rows_at_once=self._rows_at_once)
+        return Scorer(*self._model, rows_at_once=self._asked.rows_at_once)
 
     @functools.cached_property
     def _sampler(self) -> Sampler:
@@ -248,7 +238,7 @@ class TextScorer:
         with self._precision():
             found = self._scorer.score(spans)
         for number, scored in enumerate(found, 1):
-            check_finite(scored.log_likelihood, name(number), self._dtype)
+            check_finite(scored.log_likelihood, name(number), self._config.dtype)
         return found
 
     def _span(self, context: str, continuation: str) -> Span:
@@ -322,7 +312,9 @@ class TextScorer:
                 seed=asked.seed,
             )
             of = f"the continuation of {value_text(asked.prompt)!r}"
-            return "".join(piece for _, piece in write_texts(finite_tokens(tokens, lambda _: of, self._dtype), [text]))
+            return "".join(
+                piece for _, piece in write_texts(finite_tokens(tokens, lambda _: of, self._config.dtype), [text])
+            )
 
 
 def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
@@ -333,14 +325,7 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
     """
     kind = "choices" if asked.choices else "cloze"
     questions = [] if asked.text else read_questions(asked.choices or asked.cloze, kind)
-    scorer = TextScorer(
-        directory,
-        config,
-        max_length=asked.max_length,
-        rows_at_once=asked.rows_at_once,
-        mesh=asked.mesh,
-        parameters=asked.parameters,
-    )
+    scorer = TextScorer(directory, config, asked)
     if asked.text:
         texts = list(read_documents(find_files("text", asked.text), scorer.encoder))
         scored = scorer.windows(texts, asked.stride or asked.max_length - 1, f"text={asked.text}")

@@ -1,7 +1,5 @@
 """The origin of a non-finite gradient: its micro-batch, its examples and its first parameter."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,42 +13,13 @@ from maxtext_lite.training.state import StepContext, TrainState
 _MOST_EXAMPLES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
-    """The culprits in a step.
-
-    Attributes:
-      micro_batch: number of the first micro-batch with a non-finite gradient, from 0.
-      example_ids: the first few of its examples whose own gradient is not finite; all of the micro-batch's where no
-        single one's is.
-      parameter: first parameter, in the tree's order, with a non-finite gradient.
-    """
-
-    micro_batch: int
-    example_ids: tuple[int, ...]
-    parameter: str
-
-    def __str__(self) -> str:
-        ids = ", ".join(map(str, self.example_ids[:_MOST_EXAMPLES]))
-        more = ", ..." if len(self.example_ids) > _MOST_EXAMPLES else ""
-        return (
-            f"micro-batch {self.micro_batch}, example ids {ids}{more}, first parameter whose gradient is not finite: "
-            f"{self.parameter}"
-        )
-
-
 def origin_of_nonfinite(
     parts: StepContext, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> str:
-    """A clause on the origin; arguments of `find_nonfinite`."""
-    found = find_nonfinite(parts, state, batch, example_ids, micro_batches=micro_batches)
-    return "each part of it is finite by itself" if found is None else str(found)
+    """A clause on the origin, found by bisection: the gradients of ever smaller parts of a step.
 
-
-def find_nonfinite(
-    parts: StepContext, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
-) -> NonFinite | None:
-    """The culprits, found by bisection: the gradients of ever smaller parts of a step; None where each is finite.
+    It names the first micro-batch with a non-finite gradient, the first few of its examples whose own gradient is not
+    finite (all of them where no single one's is), and the first parameter in the tree's order with one.
 
     Args:
       state: of the step or a later one; it still has the step's parameters, as no later step changes them.
@@ -99,5 +68,10 @@ def find_nonfinite(
             else:
                 middle = (first + stop) // 2
                 spans += [(middle, stop), (first, middle)]
-        return NonFinite(micro_batch, tuple(found) or tuple(map(int, ids)), names[0])
-    return None
+        shown = found or ids.tolist()
+        more = ", ..." if len(shown) > _MOST_EXAMPLES else ""
+        return (
+            f"micro-batch {micro_batch}, example ids {', '.join(map(str, shown[:_MOST_EXAMPLES]))}{more}, first "
+            f"parameter whose gradient is not finite: {names[0]}"
+        )
+    return "each part of it is finite by itself"

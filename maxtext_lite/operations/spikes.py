@@ -147,8 +147,8 @@ def _rows_before(run: TrainingRun, spike: SpikeLocation) -> tuple[int, Sequence[
     state, counts = run.restore_or_init()
     if not _leads_to(spike, run, counts, run.mixtures):
         raise RollbackError(
-            f"step {spike.step} has a loss spike, and the run cannot roll back past it: the checkpoint where its batch or "
-            f"mixture changed is gone, and the one of step {counts.step} would replay other examples; "
+            f"step {spike.step} has a loss spike, and the run cannot roll back past it: the checkpoint where its batch "
+            f"or mixture changed is gone, and the one of step {counts.step} would replay other examples; "
             f"{NOTHING_SAVED}",
             spike.step,
             spike.examples_seen,

@@ -245,7 +245,7 @@ def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_lo
     directory, tmp_path
 ):
     """Its first tokens would have no context, or positions that the model has not learned."""
-    how = {"max_length": 32, "rows_at_once": 1, "mesh": {"tensor": 1, "fsdp": 1}}
+    asked = EvaluateConfig(max_length=32, rows_at_once=1)
     for positions, works in (
         (0, "works: 42"),
         (41, "works: 42"),
@@ -256,7 +256,7 @@ def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_lo
         named = rf"^continuation 2 .*max_length=32 .*{works}"
         pairs = [("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)]
         with pytest.raises(UserError, match=named):
-            TextScorer(tmp_path, config, **how).continuations(pairs)
+            TextScorer(tmp_path, config, asked).continuations(pairs)
     path = tmp_path / "questions.jsonl"
     path.write_text(
         json.dumps({"context": "Q: ", "choices": ["yes", "b" * 40], "answer": 0})
