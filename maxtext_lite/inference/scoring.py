@@ -151,9 +151,7 @@ class TextScorer:
 
     Args:
       config: of the directory, from `directory_config`.
-      max_length: tokens of one forward pass.
-      mesh: sizes of the mesh axes tensor and fsdp.
-      parameters: of a run: trained, or ema (their average).
+      asked: for `max_length`, `rows_at_once`, the mesh and the parameters.
     Attributes:
       encoder: how texts of the model begin and end.
       tokenizer: that of the model's directory.

@@ -310,8 +310,7 @@ def _fitted(
 
 def _are_alike(chosen: Tokenized, rejected: Tokenized) -> bool:
     """Whether the answers of a pair do not differ, at least not as far as they fit."""
-    pairs = ((chosen.token_ids, rejected.token_ids), (chosen.is_answer, rejected.is_answer))
-    return all(np.array_equal(one, other) for one, other in pairs)
+    return np.array_equal(chosen.token_ids, rejected.token_ids) and np.array_equal(chosen.is_answer, rejected.is_answer)
 
 
 def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:

@@ -6,23 +6,20 @@ device memory, leaves the step unchanged on every mesh and schedule, and gives t
 """
 
 import dataclasses
-import io
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jax.stages import Wrapped
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.whole_file import replacing
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.data.mixture import MixtureSource
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.post_training.answers import PairSource
+from maxtext_lite.post_training.array_files import read_arrays, write_arrays
 from maxtext_lite.post_training.preference import pairs_of
 from maxtext_lite.training.checkpoint import TrainProgress
 from maxtext_lite.training.evaluation import EVAL_BATCH_AXES, make_eval_step, scores_of
@@ -54,12 +51,7 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters are the identity
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
         if run.is_first:
-            with (
-                writing(run.directory / FILE),
-                replacing(run.files.directory / FILE) as partial,
-                partial.open("wb") as file,
-            ):
-                np.savez(file, allow_pickle=False, **tables)
+            write_arrays(run.directory / FILE, run.files.directory / FILE, tables)
         say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"
@@ -103,9 +95,8 @@ def _read(run: TrainingRun, sources: Sequence[ExampleSource]) -> dict[str, np.nd
         raise UserError(f"{path} is gone, which holds the reference of the run. {remedy}")
     content = bytes_of_host(0, path.read_bytes() if run.is_first else b"")
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as tables:
-            found = dict(tables.items())  # reading a table checks its CRC-32
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        found = read_arrays(content)
+    except ValueError as error:
         raise UserError(f"{path}, the reference of the run, is damaged ({value_text(error)}). {remedy}") from None
     if any(source.fingerprint not in found for source in sources):
         raise UserError(

@@ -176,6 +176,11 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
     return tuple(float(text) for text in config.reward_weights.split(","))
 
 
+def num_problems(config: TaskConfig) -> int:
+    """All problems of dataset_type=arithmetic, including held-out ones."""
+    return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
+
+
 def unused_arithmetic(config: RLRunConfig) -> Refusal | None:
     """Keys about generated problems, if prompts are read from files."""
     if config.dataset_type != "prompts":
@@ -362,7 +367,7 @@ def _held_out_problems(config: RLRunConfig) -> Refusal | None:
         return None
     if config.eval_dataset_path or config.eval_fraction in (0, 1):  # 1 is refused for all data
         return None
-    total = len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
+    total = num_problems(config)
     if total > _MOST_PROBLEMS:  # which `_problems` refuses
         return None
     held_out = max(1, int(Fraction(repr(config.eval_fraction)) * total))

@@ -19,9 +19,9 @@ from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.source import ExampleSource, check_id, num_held_out
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.text_files import json_objects
-from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.post_training.conversations import Rendered, Renderer, refuse_unrendered, turns_under
-from maxtext_lite.post_training.keys import ANSWER_REWARDS, RLRunConfig, reward_names
+from maxtext_lite.post_training.keys import ANSWER_REWARDS, RLRunConfig, num_problems, reward_names
 
 ASKED = '"prompt", "question", "messages", "conversations" or "instruction"'
 """Fields of a line."""
@@ -66,24 +66,19 @@ class PromptSource(ExampleSource):
         raise NotImplementedError
 
 
-def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple[PromptSource, PromptSource | None]:
+def open_prompts(config: RLRunConfig) -> tuple[PromptSource, PromptSource | None]:
     """The prompts to train on, and the held-out ones.
 
     Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one,
     as in SFT. Of generated problems equally many are held out, which a fixed permutation spreads over all of them.
 
-    Args:
-      vocab_size: rows of the embedding table, which the tokenizer must fit; None: the tokenizer's own size.
     Returns:
       (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
       UserError: a file is missing, a line is not a prompt or lacks the answer that a reward function needs, a prompt is
         too long and must not be dropped, or nothing is left to train on or to hold out.
     """
-    tokenizer = load_tokenizer(config)
-    if vocab_size is not None:
-        check_vocabulary(tokenizer, vocab_size)
-    maker = _PromptMaker(config, tokenizer, Renderer(config, tokenizer))
+    maker = _PromptMaker(config, Renderer(config, load_tokenizer(config)))
     if config.dataset_type == "arithmetic":
         return _open_arithmetic(maker)
     lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))
@@ -198,16 +193,10 @@ class ArithmeticPrompts(PromptSource):
         return self._maker.prompt(number, rendered, token_ids, {"answer": str(result)})
 
 
-def num_problems(config: RLRunConfig) -> int:
-    """All problems of dataset_type=arithmetic, including held-out ones."""
-    return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
-
-
 class _PromptMaker(NamedTuple):
     """How lines become prompts."""
 
     config: RLRunConfig
-    tokenizer: Tokenizer
     renderer: Renderer
 
     def rendered(self, where: str, key: str, value: str | list[Any]) -> Rendered:
@@ -215,7 +204,8 @@ class _PromptMaker(NamedTuple):
         template = self.config.prompt_template
         if isinstance(value, str):
             text = template.replace("{prompt}", value)
-            return self.renderer.prompt_text(where, key, [_user(text)] if self.config.apply_chat_template else text)
+            turns = [{"role": "user", "content": text}]
+            return self.renderer.prompt_text(where, key, turns if self.config.apply_chat_template else text)
         last = value[-1] if value else None
         if isinstance(last, dict) and isinstance(last.get("content"), str):
             value = [*value[:-1], {**last, "content": template.replace("{prompt}", last["content"])}]
@@ -230,7 +220,7 @@ class _PromptMaker(NamedTuple):
         """A hash already fed with everything that all prompts depend on."""
         config = self.config
         settings = (config.prompt_template, config.apply_chat_template, config.max_prefill_predict_length)
-        return hashlib.sha256(repr((self.tokenizer.fingerprint, *settings)).encode())
+        return hashlib.sha256(repr((self.renderer.encoder.tokenizer.fingerprint, *settings)).encode())
 
 
 class _PromptLine(NamedTuple):
@@ -238,10 +228,6 @@ class _PromptLine(NamedTuple):
 
     rendered: Rendered
     fields: dict[str, Any]
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def _open_arithmetic(maker: _PromptMaker) -> tuple[PromptSource, PromptSource | None]:

@@ -5,9 +5,6 @@ here and compute everything else again. Advantages and log-probabilities are kep
 """
 
 import dataclasses
-import io
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +13,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.whole_file import replacing
+from maxtext_lite.post_training.array_files import read_arrays, write_arrays
 from maxtext_lite.post_training.pairs import Chunk, Sampled
 from maxtext_lite.post_training.prompts import FilePrompts, Prompt
 from maxtext_lite.post_training.rewards import Scores
@@ -104,8 +101,7 @@ def write_batch(path: Path, batch: Chunk, computed: Mapping[str, np.ndarray] = M
         **computed,
     }
     arrays |= {_REWARDS + name: values for name, values in scores.by_name.items()}
-    with writing(path), replacing(path) as partial, partial.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    write_arrays(path, path, arrays)
 
 
 def read_batch(path: Path) -> Chunk:
@@ -115,9 +111,8 @@ def read_batch(path: Path) -> Chunk:
       UserError: it is damaged.
     """
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            arrays = dict(file.items())
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        arrays = read_arrays(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is damaged ({value_text(error)}). Remove it, and its batch is sampled again."
         ) from None

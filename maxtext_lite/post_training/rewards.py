@@ -126,7 +126,7 @@ class Scores:
 
 
 class Rewards:
-    """The reward functions of a config; a context manager that threads may share.
+    """The reward functions of a config, which threads may share.
 
     Args:
       field_names: the keys of the prompts' lines, each an argument of the functions.
@@ -185,12 +185,6 @@ class Rewards:
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _start(self, seconds: float) -> None:
         """Starts a process and imports the functions in it.

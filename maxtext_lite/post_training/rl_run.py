@@ -23,8 +23,14 @@ from maxtext_lite.post_training.policy import Policy
 from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.post_training.recorded import NOTHING, Recorded
 from maxtext_lite.post_training.rewards import Completion, Rewards, Scores, longest_seconds
-from maxtext_lite.post_training.rollout import ANSWER_SECONDS, LocalEngine, Request, Response, RolloutEngine
-from maxtext_lite.post_training.transfer import sampling_mesh
+from maxtext_lite.post_training.rollout import (
+    ANSWER_SECONDS,
+    LocalEngine,
+    Request,
+    Response,
+    RolloutEngine,
+    sampling_mesh,
+)
 from maxtext_lite.training.opening import machine_of, start_run
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
@@ -153,7 +159,7 @@ def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
     plan_batch(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    prompts = (recorded.prompts, None) if recorded.is_whole else open_prompts(config, vocab_size=config.vocab_size)
+    prompts = (recorded.prompts, None) if recorded.is_whole else open_prompts(config)
     source, eval_source = prompts
     _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):

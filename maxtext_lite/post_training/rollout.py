@@ -7,8 +7,8 @@ log-probabilities are still those of the policy.
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,16 @@ from maxtext_lite.inference.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, root_key
 from maxtext_lite.models.cache import KVCache
 from maxtext_lite.models.decoding import Sampling, cache_axes, new_cache
-from maxtext_lite.parallel import Params, num_shards, sharding, vmap_over_data
-from maxtext_lite.post_training.transfer import Transfer
+from maxtext_lite.models.lora import merged
+from maxtext_lite.parallel import (
+    MESH_AXES,
+    Params,
+    make_mesh,
+    num_shards,
+    sharding,
+    tree_shardings,
+    vmap_over_data,
+)
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, to compile few shapes
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
@@ -75,6 +83,55 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Releases its resources; no other method is called afterwards."""
         ...
+
+
+def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
+    """The mesh of the devices that sample, with these sizes by axis (`batching.rollout_mesh`) and 1 for the others."""
+    ones: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+    return make_mesh(ones | dict(sizes), ones, devices)
+
+
+class Transfer:
+    """The transfer of a trainer's parameters to a sampling decoder, on the same devices or on others.
+
+    On the trainer's devices, adapters are merged, the stages' layers put in order, and everything cast to the decoder's
+    `dtype`, to send as little as possible. The result shares no memory with the argument.
+
+    Args:
+      decoder: the sampling one, without pipeline and adapters.
+      mesh: of the devices that sample.
+    """
+
+    def __init__(self, decoder: Decoder, mesh: Mesh):
+        self._decoder = decoder
+        self._mesh = mesh
+        self._there = tree_shardings(mesh, decoder.axes)
+        self._jitted: dict[Mesh, Any] = {}  # by the mesh of the parameters; one trainer has one
+
+    def __call__(self, params: Params) -> Params:
+        """The decoder's parameters on its mesh, from the trainer's on theirs."""
+        here = jax.tree.leaves(params)[0].sharding.mesh
+        stays = list(here.devices.flat) == list(self._mesh.devices.flat)
+        if here not in self._jitted:
+            where = self._there if stays else tree_shardings(here, self._decoder.axes)
+            self._jitted[here] = jax.jit(self._plain, out_shardings=where)
+        plain = self._jitted[here](params)
+        return plain if stays else jax.device_put(plain, self._there, donate=True)
+
+    def _plain(self, params: Params) -> Params:
+        wanted = self._decoder.abstract_params
+
+        def ordered(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+            return x.reshape(like.shape)
+
+        def narrow(x: Array) -> Array:
+            return x.astype(self._decoder.shape.dtype)
+
+        in_order = jax.tree.map(ordered, merged(params), wanted)
+        # The trainer keeps the tables wide for their gradients; their rows are cast at look-up anyway.
+        tables = jax.tree.map(narrow, in_order["embedding"])
+        # A copy, as an array that needs no cast would be the trainer's own, which its next step donates.
+        return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})
 
 
 class _Slots(NamedTuple):
@@ -175,10 +232,10 @@ class LocalEngine:
         self._params: Params | None = None
         where = _slots_shardings(mesh, cache_axes(decoder))
         reported = (where, sharding(mesh))
-        self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)
+        self._empty = jax.jit(self._empty_slots, out_shardings=where)
         jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))
-        self._fill: Callable[..., _Slots] = jitted(self._filled, out_shardings=where)
-        self._decode: Callable[..., tuple[_Slots, tuple[Array, ...]]] = jitted(self._decoded, out_shardings=reported)
+        self._fill = jitted(self._filled, out_shardings=where)
+        self._decode = jitted(self._decoded, out_shardings=reported)
         self.decode_steps = 0
 
     def update(self, params: Params, step: int) -> None:
@@ -194,7 +251,7 @@ class LocalEngine:
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
         """The responses to any number of requests, in their order."""
         assert self._params is not None, "generate() before update()"
-        responses: list[Response | None] = [None] * len(requests)
+        responses: dict[int, Response] = {}
         waiting = deque(range(len(requests)))
         free = [list(range(self._slots_per_replica)) for _ in range(self._num_replicas)]
         taken: dict[tuple[int, int], int] = {}  # (replica, slot): number of its request
@@ -207,14 +264,16 @@ class LocalEngine:
                 # While requests wait, decode until some sequences have ended; at last, until all have.
                 leave_running = max(len(taken) - self._refill_at, 0) if waiting else 0
                 slots, report = self._decode(self._params, slots, leave_running, max_new_tokens, sampling=sampling)
-                steps, *rows = (np.asarray(x) for x in report)
+                steps, running_RB, count_RB, new_RBT, log_probability_RBT = (np.asarray(x) for x in report)
                 self.decode_steps += int(steps)
-                for at, response in _ended(taken, *rows, stop_token_ids=self._stop_token_ids):
-                    responses[taken.pop(at)] = response
-                    free[at[0]].append(at[1])
-        found = [response for response in responses if response is not None]
-        assert len(found) == len(requests)
-        return found
+                for at in [at for at in taken if not running_RB[at]]:
+                    token_ids = new_RBT[at][: count_RB[at]].tolist()
+                    log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()
+                    ended = token_ids[-1] in self._stop_token_ids
+                    responses[taken.pop(at)] = Response(token_ids, log_probabilities, ended)
+                    replica, slot = at
+                    free[replica].append(slot)
+        return [responses[number] for number in range(len(requests))]
 
     def _take(
         self, waiting: deque[int], free: list[list[int]], taken: dict[tuple[int, int], int]
@@ -351,24 +410,6 @@ class LocalEngine:
 
     def _stops(self, token_B: Array) -> Array:
         return jnp.isin(token_B, jnp.asarray(self._stop_token_ids, jnp.int32))
-
-
-def _ended(
-    taken: dict[tuple[int, int], int],
-    running_RB: np.ndarray,
-    count_RB: np.ndarray,
-    new_RBT: np.ndarray,
-    log_probability_RBT: np.ndarray,
-    *,
-    stop_token_ids: Sequence[int],
-) -> list[tuple[tuple[int, int], Response]]:
-    """The (replica, slot) of each sequence that has ended, with its response."""
-    found: list[tuple[tuple[int, int], Response]] = []
-    for at in [at for at in taken if not running_RB[at]]:
-        token_ids = new_RBT[at][: count_RB[at]].tolist()
-        log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()
-        found.append((at, Response(token_ids, log_probabilities, token_ids[-1] in stop_token_ids)))
-    return found
 
 
 def _round_up(count: int) -> int:

@@ -1,5 +1,6 @@
 """docs/post_training.md: its lines are lines, its reward is one, its configs run."""
 
+import contextlib
 import json
 import math
 import re
@@ -114,7 +115,8 @@ def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
     asked = Prompt(0, "2+3=", (), {"answer": "5", "level": 1})
     monkeypatch.chdir(tmp_path)
     texts = ["5", "it's 5", "6"]
-    with Rewards(load_config(RL_FILE, words), ["answer", "level"]) as rewards:
+    rewards = Rewards(load_config(RL_FILE, words), ["answer", "level"])
+    with contextlib.closing(rewards):
         scores = rewards.of([asked] * 3, [Completion(text, text, ()) for text in texts])
     assert scores.total.tolist() == pytest.approx([1.5, 0.5 / 6, 0])
     assert scores.errors == 0

@@ -17,9 +17,8 @@ from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.inference.sampler import load_on_mesh
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import tree_shardings
-from maxtext_lite.post_training.rollout import LocalEngine, Request
+from maxtext_lite.post_training.rollout import LocalEngine, Request, sampling_mesh
 from maxtext_lite.post_training.servers import SERVER_KINDS, HttpEngine
-from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.state import make_plain_decoder
 from tests.training.conftest import TINY
 

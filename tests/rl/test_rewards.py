@@ -206,7 +206,7 @@ def test_a_function_that_needs_what_nobody_gives_is_refused():
 
 def rewards(*overrides, fields=("answer", "level")):
     file = REPOSITORY / "configs" / "post_train" / "rl.yml"
-    return Rewards(load_config(file, overrides), fields)
+    return contextlib.closing(Rewards(load_config(file, overrides), fields))
 
 
 def judged(judge, prompts, texts, *unit):

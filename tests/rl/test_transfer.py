@@ -10,7 +10,7 @@ import numpy as np
 from maxtext_lite.models import Adapted, Decoder, Lora
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.parallel.pipeline import Pipeline
-from maxtext_lite.post_training.transfer import Transfer, sampling_mesh
+from maxtext_lite.post_training.rollout import Transfer, sampling_mesh
 from tests.meshes import mesh_of
 from tests.rl.test_rollout import LLAMA, parameters
 
