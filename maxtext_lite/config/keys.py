@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -1060,9 +1060,8 @@ class Config(
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 
-    @classmethod
-    def rules(cls) -> tuple[Callable[[Any], Any], ...]:
-        """This kind of run's rules beside those of every config. Each returns a Refusal of the config, or None."""
+    def own_refusals(self) -> Iterable[Any]:
+        """The Refusals by this kind of run's rules, beside the rules of every config; None where a rule holds."""
         return ()
 
     @property

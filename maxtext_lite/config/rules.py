@@ -37,7 +37,8 @@ _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
 def rule_violations(config: Config, defaults: Config) -> Iterator[Refusal]:
     """Every rule that the config breaks. `defaults` is the config of its `base_files`."""
-    for rule in (*config.rules(), *RULES):
+    yield from filter(None, config.own_refusals())
+    for rule in RULES:
         if refusal := rule(config):
             yield refusal
     for rule in (_warmup, _length):

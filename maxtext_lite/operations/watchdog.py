@@ -45,6 +45,20 @@ class Watchdog(Observer):
       exit: ends the process, whatever its threads do.
     """
 
+    _least = 0.0
+    _directory: Path | None = None
+    _now = _ticked = _cpu_at_tick = 0.0
+    # This process.
+    _phase: Phase = "start-up"
+    _step = _position = _beat = _code = 0
+    _idle = _longest_here = 0.0  # seconds without progress: now, and at most in this phase of this step
+    _reason = _crash = ""
+    # The others.
+    _store: "Store | None" = None
+    _answered = 0.0
+    _verdict: Verdict | None = None
+    _has_left = False
+
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
@@ -55,22 +69,9 @@ class Watchdog(Observer):
         self._cpu = cpu
         self._exit = exit
         self._host = socket.gethostname()
-        self._least = 0.0
-        self._directory: Path | None = None
-        self._now = self._ticked = self._cpu_at_tick = 0.0
-        # This process.
-        self._phase: Phase = "start-up"
-        self._step = self._position = self._beat = self._code = 0
-        self._idle = self._longest_here = 0.0  # seconds without progress: now, and at most in this phase of this step
         self._longest: dict[Phase, float] = {}
         self._allowed: dict[Phase, float] = {}
-        self._reason = self._crash = ""
-        # The others.
-        self._store: Store | None = None
-        self._seen: dict[int, tuple[Stamp | None, float]] = {}
-        self._answered = 0.0
-        self._verdict: Verdict | None = None
-        self._has_left = False
+        self._seen: dict[int, tuple[Stamp | None, float]] = {}  # of all processes
         self._ending = threading.Lock()
         self._wake = threading.Event()
 

@@ -15,9 +15,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import Refusal, around, bytes_text, divisors, multiples_around, number_text
 from maxtext_lite.config.weights import layer_kind, model_shape
 from maxtext_lite.hf.directory import files_of_model, run_config_json
-from maxtext_lite.post_training.keys import RLRunConfig, prompt_stages
-
-_FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
+from maxtext_lite.post_training.keys import FRACTIONS, RLRunConfig, prompt_stages
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class RLBatch(SampledBatch):
             self,
             prompts_per_batch=prompts,
             pairs_per_batch=pairs,
-            micro_batches=-(-pairs // self.pairs_per_micro_batch),  # whole by `keys.RL_RULES`
+            micro_batches=-(-pairs // self.pairs_per_micro_batch),  # whole by `keys`
         )
 
     @property
@@ -223,7 +221,7 @@ class RLBatch(SampledBatch):
         num_devices = int(self.trainer_devices / config.trainer_devices_fraction)
         idle = 0 if self.takes_turns else num_devices - self.trainer_devices - self.sampler_devices
         if idle:
-            stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+            stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in FRACTIONS)
             warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
         if config.capacity_factor != -1 and config.rollout_correction == "none":
             warnings.append(
@@ -248,9 +246,9 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
     broken: list[Refusal] = []
     if num_hosts > 1 and not takes_turns:
-        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in FRACTIONS)
         message = f"{stated} need all devices on one host, not {num_hosts}."
-        turns = dict.fromkeys(_FRACTIONS, Fraction(1))
+        turns = dict.fromkeys(FRACTIONS, Fraction(1))
         broken.append(Refusal("num_hosts", message, (turns, 1)))
     if config.rollout_engine != "local" and (wrong := _inexpressible(config)):
         message = (
@@ -259,12 +257,12 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
         broken.append(Refusal("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
     broken += [
         _not_whole(key, getattr(config, key), num_devices)
-        for key in _FRACTIONS
+        for key in FRACTIONS
         if (getattr(config, key) * num_devices).denominator != 1
     ]
     if broken:
         return broken
-    trainer, sampler = (int(getattr(config, key) * num_devices) for key in _FRACTIONS)
+    trainer, sampler = (int(getattr(config, key) * num_devices) for key in FRACTIONS)
     rollout = rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None
     if isinstance(rollout, list):
         return rollout
@@ -305,7 +303,7 @@ def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Refusal:
         key,
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         "whole number.",
-        (*multiples_around(Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
+        (*multiples_around(Fraction(1, num_devices), fraction), dict.fromkeys(FRACTIONS, Fraction(1))),
     )
 
 

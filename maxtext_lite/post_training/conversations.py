@@ -107,21 +107,23 @@ class Renderer:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
         refuse_unrendered(where, value)
-        if value.get("messages") is not None:
-            return self._conversation(where, self._turns(where, "messages", value["messages"]), 0)
         prompt, completion = (value.get(key) for key in ("prompt", "completion"))
-        if isinstance(prompt, list) and isinstance(completion, list):
+        if value.get("messages") is not None:
+            key = "messages"
+        elif isinstance(prompt, list) and isinstance(completion, list):
             turns = self._turns(where, "prompt", prompt)
             return self._conversation(where, [*turns, *self._turns(where, "completion", completion)], len(turns))
-        if isinstance(prompt, str) and isinstance(completion, str):
+        elif isinstance(prompt, str) and isinstance(completion, str):
             return (_plain(where, prompt, completion, "completion"),)
-        if value.get("conversations") is not None:
-            turns = self._turns(where, "conversations", value["conversations"])
-            return self._conversation(where, [*self._system_turn(where, value), *turns], 0)
-        if isinstance(value.get("instruction"), str) and isinstance(value.get("output"), str):
-            turns = self._turns(where, "instruction and output", _alpaca_turns(where, value))
-            return self._conversation(where, [*self._system_turn(where, value), *turns], 0)
-        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, all texts or all lists of turns.")
+        elif value.get("conversations") is not None:
+            key = "conversations"
+        elif isinstance(value.get("instruction"), str) and isinstance(value.get("output"), str):
+            key = "instruction"
+        else:
+            raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, all texts or all lists of turns.")
+        turns = turns_under(where, key, value)
+        named = f"system and {key}" if value.get("system") and key != "messages" else key
+        return self._conversation(where, self._turns(where, named, turns), 0)
 
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """The texts of a line for DPO: with the chosen answer, and with the rejected one.
@@ -289,12 +291,6 @@ class Renderer:
             texts = {name: self.encoder.hide(where, text, keep) for name, text in turn.items() if name != "role"}
             hidden.append(turn | texts)
         return hidden
-
-    def _system_turn(self, where: str, value: Mapping[str, Any]) -> list[Turn]:
-        """The system's turn of a line that states it beside the others, under "system"."""
-        if not value.get("system"):
-            return []
-        return self._turns(where, "system", [{"role": "system", "content": value["system"]}])
 
     def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> tuple[Rendered, ...]:
         _check_order(where, turns)

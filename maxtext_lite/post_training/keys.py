@@ -5,11 +5,11 @@ import math
 import re
 import urllib.parse
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import Refusal, around, divisors, number_text, refuse, refuse_unused, value_text
@@ -40,8 +40,8 @@ SHIPPED_REWARDS = ("exact_answer", "numeric_answer", "format", "math_verify")
 ANSWER_REWARDS = ("exact_answer", "numeric_answer", "math_verify")
 """The shipped reward functions that compare a response with the answer in the data."""
 _OPERATIONS = "+-*"
-_FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
-_SAMPLING = ("temperature", "top_k", "nucleus_p")  # decode_sampling_
+FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
+_UNKNOWN_TOKENS = "is impossible in RL: the number of tokens in the responses is not known in advance"
 _MOST_HELD_OUT = 100_000
 _LARGEST_WEIGHT = 1e6
 _ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
@@ -144,10 +144,10 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
     fingerprint_keys: ClassVar[tuple[str, ...]] = ("num_generations", "num_iterations")
     """They divide pairs into prompts and steps into batches."""
 
-    @classmethod
-    def rules(cls) -> tuple[Callable[[Any], Any], ...]:
+    def own_refusals(self) -> Iterator[Refusal | None]:
         """The rules between its keys, and between them and base.yml's."""
-        return RL_RULES
+        for rules in (_batches, _tasks, _rewards, _responses, _rollout, _unused):
+            yield from rules(self)
 
 
 RL_KEYS: tuple[str, ...] = tuple(key for key in keys_of(RLRunConfig) if key not in KEYS)
@@ -181,174 +181,9 @@ def num_problems(config: TaskConfig) -> int:
     return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
 
 
-def unused_arithmetic(config: RLRunConfig) -> Refusal | None:
-    """Keys about generated problems, if prompts are read from files."""
-    if config.dataset_type != "prompts":
-        return None
-    defaults = defaults_of(RLRunConfig)
-    usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
-    reason = "has no effect with dataset_type=prompts, which reads files"
-    return refuse_unused(config, usual, reason, {"dataset_type": "arithmetic"})
-
-
 def prompt_stages(config: RLRunConfig) -> tuple[tuple[int, int], ...]:
     """(threshold, batch) of each stage, both in prompts."""
     return config.batch_schedule or ((0, config.batch_size),)
-
-
-def _micro_batch(config: RLRunConfig) -> Refusal | None:
-    """Micro-batches are whole groups of responses, and divide the pairs of every stage."""
-    key = "micro_batch_size"
-    pairs = config.micro_batch_size
-    group = config.num_generations
-    batches = {prompts for _, prompts in prompt_stages(config)}
-    common = math.gcd(*batches)
-    if pairs == -1:
-        if len(batches) == 1:
-            return None
-        return refuse(config, key, "splits no batch, and batch_schedule has several sizes", common * group)
-    if pairs % group == 0 and common * group % pairs == 0:
-        return None
-    legal = around([group * count for count in divisors(common)], pairs)
-    if pairs % group:
-        rule = f"is not a multiple of num_generations={group}: a group of responses is judged together"
-        return refuse(config, key, rule, *legal)
-    prompts = next(prompts for prompts in batches if prompts * group % pairs)
-    rule = f"does not divide the {prompts * group} pairs of {prompts} prompts x num_generations={group}"
-    return refuse(config, key, rule, *legal)
-
-
-def _prompt_schedule(config: RLRunConfig) -> Refusal | None:
-    """Thresholds and batches are in prompts; the last batch is batch_size."""
-    if not config.batch_schedule:
-        return None
-    last = config.batch_schedule[-1][1]
-    if config.batch_size != last:
-        return refuse(config, "batch_size", "contradicts the last stage of batch_schedule", last)
-    if config.batch_schedule_unit == "tokens":
-        rule = "is impossible in RL: the number of tokens in the responses is not known in advance"
-        return refuse(config, "batch_schedule_unit", rule, "examples")
-    return None
-
-
-def _lengths(config: RLRunConfig) -> Refusal | None:
-    tokens = config.max_target_length
-    of_prompt = config.max_prefill_predict_length
-    if of_prompt < tokens:
-        return None
-    rule = f"leaves no token of max_target_length={tokens} for a response"
-    near = [tokens - 1] if tokens > 1 else []
-    return refuse(config, "max_prefill_predict_length", rule, *near, {"max_target_length": of_prompt + 1})
-
-
-def _steps(config: RLRunConfig) -> Refusal | None:
-    steps = config.steps
-    each = config.num_iterations
-    if steps % each == 0:
-        return None
-    near = (count * each for count in (steps // each, steps // each + 1) if count)
-    return refuse(config, "steps", f"ends in the middle of the num_iterations={each} steps on a batch", *near)
-
-
-def _devices(config: RLRunConfig) -> Refusal | None:
-    """Either all devices both train and sample, in turn, or each does one of the two."""
-    trainer = config.trainer_devices_fraction
-    sampler = config.sampler_devices_fraction
-    if trainer == sampler == 1:
-        return None
-    if config.rollout_engine != "local":
-        wrong = [key for key in _FRACTIONS if getattr(config, key) != 1]
-        rule = f"leaves devices without work: with rollout_engine={config.rollout_engine} a server samples"
-        return refuse(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
-    if trainer + sampler <= 1:
-        return None
-    rule = f"and sampler_devices_fraction={value_text(sampler)} are more than all devices, and not both 1"
-    if trainer >= 1:
-        return refuse(config, "trainer_devices_fraction", rule, dict.fromkeys(_FRACTIONS, Fraction(1)))
-    near = [{"sampler_devices_fraction": 1 - trainer}]
-    if trainer.denominator not in (2, 4, 8):  # few machines have such a share of their devices
-        quarters = Fraction(min(max(round(4 * trainer), 1), 3), 4)
-        near.insert(0, dict(zip(_FRACTIONS, (quarters, 1 - quarters), strict=True)))
-    return refuse(config, "trainer_devices_fraction", rule, *near)
-
-
-def _dataset(config: RLRunConfig) -> Refusal | None:
-    if config.dataset_type in RL_DATASETS:
-        return None
-    return refuse(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
-
-
-def _balance(config: RLRunConfig) -> Refusal | None:
-    kind = config.dataset_type
-    if kind not in RL_DATASETS:
-        return None
-    reason = f"has no effect with dataset_type={kind}, whose rows are sampled during training"
-    return refuse_unused(config, {"balance_attention": False}, reason)
-
-
-def _loss_spikes(config: RLRunConfig) -> Refusal | None:
-    plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
-    reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
-    return refuse_unused(config, plain, reason)
-
-
-def _long_prompts(config: RLRunConfig) -> Refusal | None:
-    if config.long_examples != "truncate":
-        return None
-    rule = "has no effect in RL: a question that is cut short has another answer"
-    return refuse(config, "long_examples", rule, "drop", "refuse")
-
-
-def _held_out_sets(config: RLRunConfig) -> Refusal | None:
-    value = config.eval_dataset_path
-    if not isinstance(value, SourceList):
-        return None
-    rule = "lists held-out sets, which have a loss each: RL evaluates rewards, of one file"
-    return refuse(config, "eval_dataset_path", rule, value.entries[0].path)
-
-
-def _packing(config: RLRunConfig) -> Refusal | None:
-    return refuse_unused(config, {"packing": False}, "has no effect in RL: each prompt with its response is one row")
-
-
-def _z_loss(config: RLRunConfig) -> Refusal | None:
-    return refuse_unused(config, {"z_loss_multiplier": 0}, "has no effect in RL, whose loss has ratios, no logits")
-
-
-def _schedule_unit(config: RLRunConfig) -> Refusal | None:
-    if config.schedule_unit != "tokens":
-        return None
-    rule = "is impossible in RL: the number of tokens in the responses is not known in advance"
-    return refuse(config, "schedule_unit", rule, "steps", "examples")
-
-
-def _template(config: RLRunConfig) -> Refusal | None:
-    template = config.prompt_template
-    count = config.prompt_template.count("{prompt}")
-    if count == 1:
-        return None
-    before, _, after = template.partition("{prompt}")
-    near = before + "{prompt}" + after.replace("{prompt}", "")
-    times = "nowhere" if count == 0 else f"{count} times"
-    return refuse(config, "prompt_template", f"has {{prompt}} {times}: it must have it once", near)
-
-
-def _operations(config: RLRunConfig) -> Refusal | None:
-    operations = config.arithmetic_operations
-    known = "".join(dict.fromkeys(each for each in operations if each in _OPERATIONS))
-    if known == operations:
-        return None
-    unknown = [each for each in operations if each not in _OPERATIONS]
-    rule = f"has '{unknown[0]}', which is none of +, - and *" if unknown else "has an operation twice"
-    return refuse(config, "arithmetic_operations", rule, known or "+-")
-
-
-def _problems(config: RLRunConfig) -> Refusal | None:
-    most = math.isqrt(_MOST_PROBLEMS // len(config.arithmetic_operations)) - 1
-    if config.arithmetic_largest <= most:
-        return None
-    rule = "gives more than 2**62 problems, which is more than can be numbered"
-    return refuse(config, "arithmetic_largest", rule, most)
 
 
 def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
@@ -361,76 +196,148 @@ def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
     return refuse(config, "eval_steps", rule, max(1, 1000 // config.batch_size))
 
 
-def _held_out_problems(config: RLRunConfig) -> Refusal | None:
-    """Of generated problems, some must remain to train on, and not too many may be held out."""
-    if config.dataset_type != "arithmetic":
-        return None
-    if config.eval_dataset_path or config.eval_fraction in (0, 1):  # 1 is refused for all data
-        return None
+def _batches(config: RLRunConfig) -> Iterator[Refusal | None]:
+    # Micro-batches are whole groups of responses, and divide the pairs of every stage.
+    key = "micro_batch_size"
+    pairs = config.micro_batch_size
+    group = config.num_generations
+    batches = {prompts for _, prompts in prompt_stages(config)}
+    common = math.gcd(*batches)
+    legal = around([group * count for count in divisors(common)], pairs)
+    if pairs == -1:
+        if len(batches) > 1:
+            yield refuse(config, key, "splits no batch, and batch_schedule has several sizes", common * group)
+    elif pairs % group:
+        rule = f"is not a multiple of num_generations={group}: a group of responses is judged together"
+        yield refuse(config, key, rule, *legal)
+    elif common * group % pairs:
+        prompts = next(prompts for prompts in batches if prompts * group % pairs)
+        rule = f"does not divide the {prompts * group} pairs of {prompts} prompts x num_generations={group}"
+        yield refuse(config, key, rule, *legal)
+
+    if config.batch_schedule:
+        last = config.batch_schedule[-1][1]
+        if config.batch_size != last:
+            yield refuse(config, "batch_size", "contradicts the last stage of batch_schedule", last)
+        elif config.batch_schedule_unit == "tokens":
+            yield refuse(config, "batch_schedule_unit", _UNKNOWN_TOKENS, "examples")
+    if config.schedule_unit == "tokens":
+        yield refuse(config, "schedule_unit", _UNKNOWN_TOKENS, "steps", "examples")
+
+    tokens = config.max_target_length
+    of_prompt = config.max_prefill_predict_length
+    if of_prompt >= tokens:
+        rule = f"leaves no token of max_target_length={tokens} for a response"
+        near = [tokens - 1] if tokens > 1 else []
+        yield refuse(config, "max_prefill_predict_length", rule, *near, {"max_target_length": of_prompt + 1})
+
+    steps = config.steps
+    each = config.num_iterations
+    if steps % each:
+        near = [count * each for count in (steps // each, steps // each + 1) if count]
+        yield refuse(config, "steps", f"ends in the middle of the num_iterations={each} steps on a batch", *near)
+
+    # Either all devices both train and sample, in turn, or each does one of the two.
+    trainer = config.trainer_devices_fraction
+    sampler = config.sampler_devices_fraction
+    parts = [key for key in FRACTIONS if getattr(config, key) != 1]
+    if parts and config.rollout_engine != "local":
+        rule = f"leaves devices without work: with rollout_engine={config.rollout_engine} a server samples"
+        yield refuse(config, parts[0], rule, dict.fromkeys(parts, Fraction(1)))
+    elif parts and trainer + sampler > 1:
+        near = [{"sampler_devices_fraction": 1 - trainer}]
+        if trainer >= 1:
+            near = [dict.fromkeys(FRACTIONS, Fraction(1))]
+        elif trainer.denominator not in (2, 4, 8):  # few machines have such a share of their devices
+            quarters = Fraction(min(max(round(4 * trainer), 1), 3), 4)
+            near.insert(0, dict(zip(FRACTIONS, (quarters, 1 - quarters), strict=True)))
+        rule = f"and sampler_devices_fraction={value_text(sampler)} are more than all devices, and not both 1"
+        yield refuse(config, "trainer_devices_fraction", rule, *near)
+
+
+def _tasks(config: RLRunConfig) -> Iterator[Refusal | None]:
+    if config.long_examples == "truncate":
+        rule = "has no effect in RL: a question that is cut short has another answer"
+        yield refuse(config, "long_examples", rule, "drop", "refuse")
+    if isinstance(config.eval_dataset_path, SourceList):
+        rule = "lists held-out sets, which have a loss each: RL evaluates rewards, of one file"
+        yield refuse(config, "eval_dataset_path", rule, config.eval_dataset_path.entries[0].path)
+
+    template = config.prompt_template
+    count = template.count("{prompt}")
+    if count != 1:
+        before, _, after = template.partition("{prompt}")
+        times = "nowhere" if count == 0 else f"{count} times"
+        near = before + "{prompt}" + after.replace("{prompt}", "")
+        yield refuse(config, "prompt_template", f"has {{prompt}} {times}: it must have it once", near)
+
+    operations = config.arithmetic_operations
+    known = "".join(dict.fromkeys(each for each in operations if each in _OPERATIONS))
+    if known != operations:
+        unknown = [each for each in operations if each not in _OPERATIONS]
+        rule = f"has '{unknown[0]}', which is none of +, - and *" if unknown else "has an operation twice"
+        yield refuse(config, "arithmetic_operations", rule, known or "+-")
+
+    # Of generated problems, some must remain to train on, and not too many may be held out.
     total = num_problems(config)
-    if total > _MOST_PROBLEMS:  # which `_problems` refuses
-        return None
-    held_out = max(1, int(Fraction(repr(config.eval_fraction)) * total))
-    if held_out < total:
-        return endless_evaluation(config, held_out)
-    return refuse(config, "eval_fraction", f"holds out {held_out} of {total} problems and leaves none", 0.5)
+    if total > _MOST_PROBLEMS:
+        most = math.isqrt(_MOST_PROBLEMS // len(operations)) - 1
+        rule = "gives more than 2**62 problems, which is more than can be numbered"
+        yield refuse(config, "arithmetic_largest", rule, most)
+    elif config.dataset_type == "arithmetic" and not config.eval_dataset_path and 0 < config.eval_fraction < 1:
+        held_out = max(1, int(Fraction(repr(config.eval_fraction)) * total))
+        if held_out < total:
+            yield endless_evaluation(config, held_out)
+        else:
+            yield refuse(config, "eval_fraction", f"holds out {held_out} of {total} problems and leaves none", 0.5)
 
 
-def _reward_names(config: RLRunConfig) -> Refusal | None:
+def _rewards(config: RLRunConfig) -> Iterator[Refusal | None]:
     key = "reward_functions"
     names = reward_names(config)
-    if not names:
-        return refuse(config, key, "names no function", "exact_answer")
     unknown = next((name for name in names if ":" not in name and name not in SHIPPED_REWARDS), None)
-    if unknown is not None:
+    again = next((name for name in names if names.count(name) > 1), None)
+    if not names:
+        yield refuse(config, key, "names no function", "exact_answer")
+    elif unknown is not None:
         alike = get_close_matches(unknown, SHIPPED_REWARDS, n=1, cutoff=0)[0]
         legal = dict.fromkeys(alike if name == unknown else name for name in names)
         rule = (
             f"names '{value_text(unknown, 40)}', which is none of {', '.join(SHIPPED_REWARDS)}, nor of the form "
             "module:function"
         )
-        return refuse(config, key, rule, ",".join(legal))
-    if len(set(names)) == len(names):
-        return None
-    again = next(name for name in names if names.count(name) > 1)
-    return refuse(config, key, f"names {value_text(again, 40)} twice", ",".join(dict.fromkeys(names)))
+        yield refuse(config, key, rule, ",".join(legal))
+    elif again is not None:
+        yield refuse(config, key, f"names {value_text(again, 40)} twice", ",".join(dict.fromkeys(names)))
 
-
-def _reward_weights(config: RLRunConfig) -> Refusal | None:
     key = "reward_weights"
-    count = len(reward_names(config))
+    functions = value_text(config.reward_functions)
     try:
         weights = (math.nan,) if "_" in config.reward_weights else reward_weights(config)  # float reads 1_0 as 10
     except ValueError:
         weights = (math.nan,)
-    if not all(math.isfinite(weight) for weight in weights):
-        return refuse(config, key, "has something that is not a finite number", ",".join(["1"] * count))
     bounded = [min(max(weight, -_LARGEST_WEIGHT), _LARGEST_WEIGHT) for weight in weights]
-    if [*weights] != bounded:
+    if not all(map(math.isfinite, weights)):
+        yield refuse(config, key, "has something that is not a finite number", ",".join(["1"] * len(names)))
+    elif [*weights] != bounded:
         rule = f"has a weight beyond {number_text(_LARGEST_WEIGHT)}, the largest in size"
-        return refuse(config, key, rule, ",".join(map(number_text, bounded)))
-    if len(weights) == count:
-        return None
-    near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
-    functions = value_text(config.reward_functions)
-    rule = f"has {len(weights)} for the {count} of reward_functions={functions}"
-    return refuse(config, key, rule, near, "")
+        yield refuse(config, key, rule, ",".join(map(number_text, bounded)))
+    elif len(weights) != len(names):
+        near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * len(names))[: len(names)])
+        rule = f"has {len(weights)} for the {len(names)} of reward_functions={functions}"
+        yield refuse(config, key, rule, near, "")
 
-
-def _reward_format(config: RLRunConfig) -> Refusal | None:
     key = "reward_format"
     pattern = config.reward_format
-    is_used = "format" in reward_names(config)
-    if not pattern and is_used:
+    is_used = "format" in names
+    if is_used and not pattern:
         message = "reward_format is empty, but reward_functions names format, which compares responses with it."
-        return Refusal(key, message, (".*",))
-    if pattern and not is_used:
-        used = ",".join((*reward_names(config), "format"))
-        reason = f"has no effect with reward_functions={value_text(config.reward_functions)}"
-        return refuse(config, key, reason, "", {"reward_functions": used})
-    if wrong := _wrong_pattern(pattern):
-        return refuse(config, key, f"is not a regular expression ({wrong})", re.escape(pattern))
-    return None
+        yield Refusal(key, message, (".*",))
+    elif pattern and not is_used:
+        used = {"reward_functions": ",".join((*names, "format"))}
+        yield refuse(config, key, f"has no effect with reward_functions={functions}", "", used)
+    elif wrong := _wrong_pattern(pattern):
+        yield refuse(config, key, f"is not a regular expression ({wrong})", re.escape(pattern))
 
 
 @functools.lru_cache(maxsize=16)
@@ -445,31 +352,38 @@ def _wrong_pattern(pattern: str) -> str | None:
     return None
 
 
-def _sampling(config: RLRunConfig) -> Refusal | None:
-    """Sampling that gives the same response every time: a group of equal responses teaches nothing."""
+def _responses(config: RLRunConfig) -> Iterator[Refusal | None]:
+    # Sampling that gives the same response every time: a group of equal responses teaches nothing.
     top_k = config.decode_sampling_top_k
+    top_p = config.decode_sampling_nucleus_p
     vocabulary = config.vocab_size
     rule = (
         f"always samples the likeliest token: the num_generations={config.num_generations} responses to a prompt would "
         "all be the same"
     )
     if config.decode_sampling_temperature == 0:
-        return refuse(config, "decode_sampling_temperature", rule, 1)
-    if top_k == 1:
-        return refuse(config, "decode_sampling_top_k", rule, 0, 2)
+        yield refuse(config, "decode_sampling_temperature", rule, 1)
+    elif top_k == 1:
+        yield refuse(config, "decode_sampling_top_k", rule, 0, 2)
     # Of the tokens that top_k leaves, the likeliest has at least this probability.
-    if config.decode_sampling_nucleus_p <= 1 / min(top_k or vocabulary, vocabulary):
-        return refuse(config, "decode_sampling_nucleus_p", rule, 1)
-    if top_k > vocabulary:
-        return refuse(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)
-    return None
+    elif top_p <= 1 / min(top_k or vocabulary, vocabulary):
+        yield refuse(config, "decode_sampling_nucleus_p", rule, 1)
+    elif top_k > vocabulary:
+        yield refuse(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)
 
+    if config.eval_sampling_temperature == 0 and config.eval_num_generations > 1:
+        rule = "with eval_sampling_temperature=0: all responses to a prompt would be the same"
+        yield refuse(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
 
-def _eval_sampling(config: RLRunConfig) -> Refusal | None:
-    if config.eval_sampling_temperature or config.eval_num_generations == 1:
-        return None
-    rule = "with eval_sampling_temperature=0: all responses to a prompt would be the same"
-    return refuse(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
+    # vLLM reports log-probabilities of the model's own distribution, or of that after temperature, top-k and top-p.
+    if config.rollout_engine == "vllm" and config.decode_sampling_temperature != 1 and (top_k or top_p != 1):
+        rule = (
+            f"with decode_sampling_top_k={top_k} and decode_sampling_nucleus_p={number_text(top_p)}: "
+            "rollout_engine=vllm does not report log-probabilities of softmax(logits / temperature) over the whole "
+            "vocabulary then"
+        )
+        whole = {"decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1.0}
+        yield refuse(config, "decode_sampling_temperature", rule, 1.0, whole)
 
 
 def _is_server_address(url: str) -> bool:
@@ -483,85 +397,50 @@ def _is_server_address(url: str) -> bool:
     return is_named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
 
 
-def _rollout(config: RLRunConfig) -> Refusal | None:
-    """A server without its URL, or keys that do not go with the engine."""
+def _rollout(config: RLRunConfig) -> Iterator[Refusal | None]:
     engine = config.rollout_engine
     url = config.rollout_url
+    example = {"rollout_url": "http://127.0.0.1:8000"}
     if engine == "local":
         reason = "has no effect with rollout_engine=local, which samples in this process"
-        return refuse_unused(config, {"rollout_url": ""}, reason)
-    example = {"rollout_url": "http://127.0.0.1:8000"}
-    if not url:
+        yield refuse_unused(config, {"rollout_url": ""}, reason)
+    elif not url:
         message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
-        return Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
-    if not _is_server_address(url):
+        yield Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
+    elif not _is_server_address(url):
         rule = "is not http:// or https:// and a host, perhaps with a port and a path"
-        return refuse(config, "rollout_url", rule, example)
-    if is_bucket(config.base_output_directory):
+        yield refuse(config, "rollout_url", rule, example)
+    elif is_bucket(config.base_output_directory):
         message = (
             f"base_output_directory={config.base_output_directory}: with rollout_engine={engine} the weights for the "
             "server are written into the run directory, which must be a directory that the server can read."
         )
-        return Refusal("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
-    reason = f"has no effect with rollout_engine={engine}, whose server has its own devices"
-    usual = {"rollout_slots": -1, "rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
-    return refuse_unused(config, usual, reason)
+        yield Refusal("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
+    else:
+        reason = f"has no effect with rollout_engine={engine}, whose server has its own devices"
+        usual = {"rollout_slots": -1, "rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
+        yield refuse_unused(config, usual, reason)
+    if not all(re.fullmatch(r"all|[1-9][0-9]*", step) for step in listed(config.record_rollouts)):
+        yield refuse(config, "record_rollouts", "is neither all nor steps separated by commas", "all", "1", "")
 
 
-def _reported(config: RLRunConfig) -> Refusal | None:
-    """vLLM reports log-probabilities of the model's own distribution, or of that after temperature, top-k and top-p."""
-    temperature, top_k, top_p = (getattr(config, f"decode_sampling_{key}") for key in _SAMPLING)
-    if config.rollout_engine != "vllm" or temperature == 1 or (top_k == 0 and top_p == 1):
-        return None
-    rule = (
-        f"with decode_sampling_top_k={top_k} and decode_sampling_nucleus_p={number_text(top_p)}: rollout_engine=vllm "
-        "does not report log-probabilities of softmax(logits / temperature) over the whole vocabulary then"
-    )
-    whole = {"decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1.0}
-    return refuse(config, "decode_sampling_temperature", rule, 1.0, whole)
-
-
-def _correction(config: RLRunConfig) -> Refusal | None:
-    if config.rollout_correction == "truncated":
-        return None
-    reason = "has no effect with rollout_correction=none"
-    return refuse_unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
-
-
-def _recorded(config: RLRunConfig) -> Refusal | None:
-    asked = config.record_rollouts
-    if all(re.fullmatch(r"all|[1-9][0-9]*", step) for step in listed(asked)):
-        return None
-    return refuse(config, "record_rollouts", "is neither all nor steps separated by commas", "all", "1", "")
-
-
-RL_RULES: tuple[Callable[[RLRunConfig], Refusal | None], ...] = (
-    _micro_batch,
-    _prompt_schedule,
-    _lengths,
-    _steps,
-    _devices,
-    _long_prompts,
-    _held_out_sets,
-    _packing,
-    _z_loss,
-    _schedule_unit,
-    _template,
-    _operations,
-    _problems,
-    _held_out_problems,
-    _reward_names,
-    _reward_weights,
-    _reward_format,
-    _sampling,
-    _eval_sampling,
-    _rollout,
-    _reported,
-    _correction,
-    _recorded,
-    unused_arithmetic,
-    _dataset,
-    _loss_spikes,
-    _balance,
-)
-"""The rules about configs of reinforcement learning."""
+def _unused(config: RLRunConfig) -> Iterator[Refusal | None]:
+    kind = config.dataset_type
+    if kind not in RL_DATASETS:
+        yield refuse(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
+    else:
+        reason = f"has no effect with dataset_type={kind}, whose rows are sampled during training"
+        yield refuse_unused(config, {"balance_attention": False}, reason)
+    if kind == "prompts":
+        defaults = defaults_of(RLRunConfig)
+        usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
+        reason = "has no effect with dataset_type=prompts, which reads files"
+        yield refuse_unused(config, usual, reason, {"dataset_type": "arithmetic"})
+    if config.rollout_correction == "none":
+        reason = "has no effect with rollout_correction=none"
+        yield refuse_unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
+    yield refuse_unused(config, {"packing": False}, "has no effect in RL: each prompt with its response is one row")
+    yield refuse_unused(config, {"z_loss_multiplier": 0}, "has no effect in RL, whose loss has ratios, no logits")
+    usual = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
+    reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
+    yield refuse_unused(config, usual, reason)
