@@ -188,7 +188,11 @@ class Lease:
                 if reason is not None:
                     return reason
             if self._lock_file is None:
-                self._introduce()
+                self._lock_file = tempfile.NamedTemporaryFile(prefix="maxtext_lite-", suffix=".lock")  # noqa: SIM115
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+                since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                holder = Holder(socket.gethostname(), os.getpid(), since, self._lock_file.name)
+                self._text = json.dumps(dataclasses.asdict(holder)).encode()
             last = max((int(name.removesuffix(".json")) for name in dead), default=0)
             name = f"{last + 1}.json"
             try:
@@ -206,14 +210,6 @@ class Lease:
         self._name = name
         self._thread.start()
         return None
-
-    def _introduce(self) -> None:
-        """Locks the temporary file, and writes the text of the lease."""
-        self._lock_file = tempfile.NamedTemporaryFile(prefix="maxtext_lite-", suffix=".lock")  # noqa: SIM115
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
-        since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        holder = Holder(socket.gethostname(), os.getpid(), since, self._lock_file.name)
-        self._text = json.dumps(dataclasses.asdict(holder)).encode()
 
     def check(self) -> None:
         """Renews the lease.

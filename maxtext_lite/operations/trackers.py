@@ -125,9 +125,16 @@ class TensorBoard(Tracker):
     """
 
     def __init__(self, directory: Path, purge_step: int, about: Mapping[str, str]):
-        with _without(_NOT_NEEDED):
+        # tensorboardX imports these wherever they are installed, for an annotation and for buckets that it never gets
+        # here. That takes up to seconds and 200 MB of memory.
+        hidden = dict.fromkeys(name for name in _NOT_NEEDED if name not in sys.modules)
+        sys.modules.update(hidden)  # type: ignore[arg-type]  # importing None raises ImportError
+        try:
             from tensorboardX import event_file_writer
             from tensorboardX.proto import event_pb2
+        finally:
+            for name in hidden:
+                del sys.modules[name]
 
         self._directory = directory
         events: Any = event_pb2
@@ -176,19 +183,3 @@ def _refused(key: str) -> Generator[None]:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its class."""
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-@contextlib.contextmanager
-def _without(names: tuple[str, ...]) -> Generator[None]:
-    """Hides modules that are not imported yet from the imports inside.
-
-    tensorboardX imports these wherever they are installed, for an annotation and for buckets that it never gets here.
-    That takes up to seconds and 200 MB of memory.
-    """
-    hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # importing None raises ImportError
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]

@@ -298,7 +298,8 @@ def _fitted(
                 counts["long"] += 1
                 if config.long_examples == "drop":
                     continue
-                tokenized = tuple(_first_tokens(each, most) for each in tokenized)
+                tokenized = tuple(each._replace(token_ids=each.token_ids[:most]) for each in tokenized)
+                tokenized = tuple(each._replace(is_answer=each.is_answer[:most]) for each in tokenized)
             if not all(each.is_answer[1:].any() for each in tokenized):
                 counts["without"] += 1
             elif len(tokenized) > 1 and _are_alike(*tokenized):
@@ -311,10 +312,6 @@ def _fitted(
 def _are_alike(chosen: Tokenized, rejected: Tokenized) -> bool:
     """Whether the answers of a pair do not differ, at least not as far as they fit."""
     return np.array_equal(chosen.token_ids, rejected.token_ids) and np.array_equal(chosen.is_answer, rejected.is_answer)
-
-
-def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
-    return tokenized._replace(token_ids=tokenized.token_ids[:most], is_answer=tokenized.is_answer[:most])
 
 
 def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:

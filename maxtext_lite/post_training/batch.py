@@ -245,24 +245,27 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Refusal]
     num_hosts = topology.num_hosts
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
     broken: list[Refusal] = []
+    turns = dict.fromkeys(FRACTIONS, Fraction(1))
     if num_hosts > 1 and not takes_turns:
         stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in FRACTIONS)
         message = f"{stated} need all devices on one host, not {num_hosts}."
-        turns = dict.fromkeys(FRACTIONS, Fraction(1))
         broken.append(Refusal("num_hosts", message, (turns, 1)))
     if config.rollout_engine != "local" and (wrong := _inexpressible(config)):
         message = (
             f"rollout_engine={config.rollout_engine} hands the model over as a Hugging Face directory, but {wrong}"
         )
         broken.append(Refusal("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
-    broken += [
-        _not_whole(key, getattr(config, key), num_devices)
-        for key in FRACTIONS
-        if (getattr(config, key) * num_devices).denominator != 1
-    ]
+    parts: list[Fraction] = []
+    for key in FRACTIONS:
+        fraction = getattr(config, key)
+        parts.append(fraction * num_devices)
+        if parts[-1].denominator != 1:
+            product = f"{number_text(fraction)} x {num_devices} devices = {number_text(parts[-1])} devices"
+            message = f"{key}={product}, not a whole number."
+            broken.append(Refusal(key, message, (*multiples_around(Fraction(1, num_devices), fraction), turns)))
     if broken:
         return broken
-    trainer, sampler = (int(getattr(config, key) * num_devices) for key in FRACTIONS)
+    trainer, sampler = map(int, parts)
     rollout = rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None
     if isinstance(rollout, list):
         return rollout
@@ -298,15 +301,6 @@ def _inexpressible(config: RLRunConfig) -> str | None:
     return None
 
 
-def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Refusal:
-    return Refusal(
-        key,
-        f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
-        "whole number.",
-        (*multiples_around(Fraction(1, num_devices), fraction), dict.fromkeys(FRACTIONS, Fraction(1))),
-    )
-
-
 def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Refusal]:
     """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
     if broken := _mesh_violations(config, num_devices):
@@ -339,22 +333,20 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
 
 
 def _mesh_violations(config: RLRunConfig, devices: int) -> list[Refusal]:
-    stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
     split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
-    works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
     tensor = config.rollout_tensor_parallelism
     fsdp = config.rollout_fsdp_parallelism
-    other = {"tensor": fsdp, "fsdp": tensor}
-    legal = {axis: [size for size in works[axis] if devices % (size * other[axis]) == 0] for axis in split}
-    broken = [
-        Refusal(
-            key,
-            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
-            tuple(around(legal[axis] or works[axis], value)),
-        )
-        for key, axis in stated.items()
-        if (value := getattr(config, key)) not in works[axis]
-    ]
+    broken: list[Refusal] = []
+    legal: dict[str, list[int]] = {}
+    for axis, size, other in (("tensor", tensor, fsdp), ("fsdp", fsdp, tensor)):
+        works = divisors(math.gcd(*model_dimensions(config, axis).values(), devices))
+        legal[axis] = [each for each in works if devices % (each * other) == 0]
+        if size not in works:
+            key = f"rollout_{axis}_parallelism"
+            message = (
+                f"{key}={size} does not divide both the model's {split[axis]} and the {devices} generating devices."
+            )
+            broken.append(Refusal(key, message, tuple(around(legal[axis] or works, size))))
     if broken or devices % (tensor * fsdp) == 0:
         return broken
     message = (

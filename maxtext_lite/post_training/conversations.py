@@ -301,8 +301,9 @@ class Renderer:
             if self._finder is None:
                 self._finder = AnswerFinder(template, self.encoder)
             self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=False))
-            self.encoder.check_carried(turns, functools.partial(_joined_texts, self._finder, learned))
-            texts = self._finder.texts(turns, learned)
+            finder = self._finder
+            self.encoder.check_carried(turns, lambda turns: "".join(text.text for text in finder.texts(turns, learned)))
+            texts = finder.texts(turns, learned)
         return tuple(
             Rendered(
                 where,
@@ -358,10 +359,6 @@ def _rendered_example(template: ChatTemplate) -> str:
         with contextlib.suppress(UserError):
             return THINKING_DELIMITERS.sub("", template.render(given))
     return ""
-
-
-def _joined_texts(finder: AnswerFinder, learned: Sequence[int], turns: Sequence[Turn]) -> str:
-    return "".join(text.text for text in finder.texts(turns, learned))
 
 
 def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:

@@ -39,7 +39,7 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
     Raises:
       UserError: a resumed run's pairs have changed, or its file is gone.
     """
-    if _has_reference(run.source):
+    if any(exchange(isinstance(run.source, PairSource) and run.source.reference is not None)):  # on hosts that read
         return
     held_out = [] if run.eval_source is None else run.eval_source.named().values()
     sources = [run.source, *held_out]
@@ -58,11 +58,6 @@ def add_reference(run: TrainingRun, state: TrainState, counts: TrainProgress, sa
         )
     run.source = _with(run.source, tables)
     run.eval_source = None if run.eval_source is None else _with(run.eval_source, tables)
-
-
-def _has_reference(source: ExampleSource) -> bool:
-    """Whether the pairs have their reference, according to the hosts that read them."""
-    return any(exchange(isinstance(source, PairSource) and source.reference is not None))
 
 
 def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSource:

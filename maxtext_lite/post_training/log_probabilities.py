@@ -10,7 +10,6 @@ from jax import Array
 
 from maxtext_lite.config import UserError
 from maxtext_lite.hf.adapter import adapter_of
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import (
     Params,
     accelerator_of,
@@ -82,7 +81,10 @@ class Reference:
     """
 
     def __init__(self, run: TrainingRun, config: RLRunConfig, state: TrainState, step: int):
-        decoder = _without_adapters(run, config)
+        decoder = run.decoder
+        if config.lora_rank:
+            without = run.config.model_copy(update={"lora_rank": 0})
+            decoder = make_decoder(without, accelerator_of(run.mesh.devices.flat[0]), run.plan)
         where = run.directory / REFERENCE_DIRECTORY
         path = config.load_parameters_path
         if path and adapter_of(path):  # the run starts from the adapted model, not from the frozen one
@@ -115,11 +117,3 @@ class Reference:
     def of(self, rows: dict[str, Array]) -> Array:
         """Log-probabilities [A, B, T] of the rows' targets."""
         return self._find(self._params, rows)
-
-
-def _without_adapters(run: TrainingRun, config: RLRunConfig) -> Decoder:
-    if not config.lora_rank:
-        return run.decoder
-    return make_decoder(
-        run.config.model_copy(update={"lora_rank": 0}), accelerator_of(run.mesh.devices.flat[0]), run.plan
-    )

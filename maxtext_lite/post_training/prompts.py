@@ -272,10 +272,15 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
         raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
     fields = {name: each for name, each in value.items() if name != "answer"}
     if key in _CONVERSATIONS:
-        asked, said = _before_the_answer(asked)
-        answer = said if answer is None else answer
+        last = asked[-1] if asked else None
+        if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
+            asked = asked[:-1]
+            answer = last["content"] if answer is None else answer
     elif key == "prompt" and answer is None:
-        answer = _completed(value.get("completion"))
+        answer = value.get("completion")
+        if isinstance(answer, list) and answer and isinstance(answer[0], dict):  # turns that begin with the answer
+            answer = answer[0].get("content")
+        answer = answer if isinstance(answer, str) else None
     elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K: the solution, then the answer
         fields.setdefault("solution", answer)
         answer = answer.rpartition("####")[2].strip()
@@ -286,21 +291,6 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
     if answer is not None:
         fields["answer"] = answer
     return _PromptLine(maker.rendered(where, key, asked), fields)
-
-
-def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
-    """The turns without a final answer, and that answer."""
-    last = turns[-1] if turns else None
-    if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
-        return turns[:-1], last["content"]
-    return turns, None
-
-
-def _completed(completion: object) -> str | None:
-    """The answer in an SFT line's completion: a text, or a list of turns that begins with the answer."""
-    if isinstance(completion, list) and completion and isinstance(completion[0], dict):
-        completion = completion[0].get("content")
-    return completion if isinstance(completion, str) else None
 
 
 def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> FilePrompts:

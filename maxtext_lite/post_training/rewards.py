@@ -110,20 +110,6 @@ class Scores:
             return dataclasses.replace(self, total=total, by_name=by_name, has_failed=has_failed)
         return type(self)(total, by_name, has_failed, 0, [])
 
-    def to_json(self) -> dict[str, Any]:
-        """The argument of `from_json`."""
-        by_name = {name: values.tolist() for name, values in self.by_name.items()}
-        fields = {"total": self.total.tolist(), "by_name": by_name, "has_failed": self.has_failed.tolist()}
-        return {**vars(self), **fields}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The scores whose `to_json` returned these fields."""
-        found = cls(**fields)
-        by_name = {name: np.array(values, np.float64) for name, values in found.by_name.items()}
-        total = np.array(found.total, np.float64)
-        return dataclasses.replace(found, total=total, by_name=by_name, has_failed=np.array(found.has_failed, bool))
-
 
 class Rewards:
     """The reward functions of a config, which threads may share.
@@ -254,9 +240,16 @@ class Rewards:
             finally:
                 self._restart_seconds -= time.monotonic() - began
         assert self._worker is not None
+        fields = {key: [prompt.fields.get(key) for prompt in prompts] for key in self._field_names}  # None: lacks it
+        arguments = fields | {
+            "prompts": [prompt.text for prompt in prompts],
+            "completions": [each.marked_text if name == "format" else each.text for each in completions],
+            "prompt_ids": [list(prompt.token_ids) for prompt in prompts],
+            "completion_ids": [list(each.token_ids) for each in completions],
+        }
         worker, self._worker = self._worker, None  # if an exception such as Ctrl-C ends the wait, its answer is late
         try:
-            reply = worker.ask({"name": name, "arguments": self._arguments(name, prompts, completions)}, seconds)
+            reply = worker.ask({"name": name, "arguments": arguments}, seconds)
         except _Lost as error:
             limit = number_text(self._config.reward_timeout_seconds)
             return error.reason or f"did not return within its share of reward_timeout_seconds={limit}"
@@ -265,18 +258,6 @@ class Rewards:
             self._traceback = self._traceback or reply["traceback"]
             return reply["error"]
         return reply["rewards"]
-
-    def _arguments(
-        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> dict[str, list[Any]]:
-        """The ARGUMENTS of a call and the prompts' fields; None where a line lacks one."""
-        fields = {key: [prompt.fields.get(key) for prompt in prompts] for key in self._field_names}
-        return fields | {
-            "prompts": [prompt.text for prompt in prompts],
-            "completions": [each.marked_text if name == "format" else each.text for each in completions],
-            "prompt_ids": [list(prompt.token_ids) for prompt in prompts],
-            "completion_ids": [list(each.token_ids) for each in completions],
-        }
 
 
 class _Lost(Exception):

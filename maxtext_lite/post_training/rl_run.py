@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.inference.stream_text import decode_after
 from maxtext_lite.models.decoding import Sampling
-from maxtext_lite.parallel import Params, exchange, value_of_host
+from maxtext_lite.parallel import Params, bytes_of_host, exchange
 from maxtext_lite.post_training.batch import RLBatch
 from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation
 from maxtext_lite.post_training.pairs import Sampled
@@ -143,7 +144,7 @@ def waiting_seconds(config: RLRunConfig) -> float:
 
 def shared(scores: Scores | None) -> Scores:
     """The first host's scores on all hosts, because functions need not be deterministic. All hosts call it."""
-    return Scores.from_json(value_of_host(0, scores and scores.to_json()))  # JSON holds doubles as they are
+    return pickle.loads(bytes_of_host(0, pickle.dumps(scores)))
 
 
 def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
@@ -161,7 +162,11 @@ def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = (recorded.prompts, None) if recorded.is_whole else open_prompts(config)
     source, eval_source = prompts
-    _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
+    found = exchange([None if each is None else each.fingerprint for each in prompts])
+    if others := [host for host, each in enumerate(found) if each != found[0]]:
+        raise UserError(
+            f"dataset_path: host {others[0]} finds different prompts than host 0. All hosts must see the same files."
+        )
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
@@ -193,15 +198,6 @@ def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
             rewards.close()
         raise
     return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids, recorded)
-
-
-def _refuse_other_prompts(fingerprints: list[str | None]) -> None:
-    """All hosts call it."""
-    found = exchange(fingerprints)
-    if others := [host for host, each in enumerate(found) if each != found[0]]:
-        raise UserError(
-            f"dataset_path: host {others[0]} finds different prompts than host 0. All hosts must see the same files."
-        )
 
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:

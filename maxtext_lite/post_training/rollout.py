@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxtext_lite.inference.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, root_key
@@ -160,16 +160,6 @@ class _Slots(NamedTuple):
     log_probability_RBT: Array
 
 
-def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
-    def of_axes(axes: tuple[str | None, ...]) -> NamedSharding:
-        return sharding(mesh, ("replica", *axes))
-
-    cache = jax.tree.map(of_axes, cache_axes, is_leaf=lambda node: type(node) is tuple)
-    rows = sharding(mesh, ("replica", "batch"))
-    new = sharding(mesh, ("replica", "batch", None))
-    return _Slots(cache, rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
-
-
 class _Prompts(NamedTuple):
     """Prompts to put into slots; a row without a prompt has a slot number past the last.
 
@@ -230,7 +220,13 @@ class LocalEngine:
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
         self._transfer = Transfer(decoder, mesh)
         self._params: Params | None = None
-        where = _slots_shardings(mesh, cache_axes(decoder))
+        where_RB = sharding(mesh, ("replica", "batch"))
+        where_RBT = sharding(mesh, ("replica", "batch", None))
+        axes_of_cache = cache_axes(decoder)
+        of_cache = jax.tree.map(
+            lambda axes: sharding(mesh, ("replica", *axes)), axes_of_cache, is_leaf=lambda node: type(node) is tuple
+        )
+        where: Any = _Slots(of_cache, *[where_RB] * 5, where_RBT, where_RBT)  # type: ignore[arg-type]
         reported = (where, sharding(mesh))
         self._empty = jax.jit(self._empty_slots, out_shardings=where)
         jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))

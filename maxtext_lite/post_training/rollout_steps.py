@@ -198,8 +198,11 @@ class RolloutSteps:
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, timeline)
         else:
-            sums = self._sums_again(state, timeline)
             about = {}
+            sums = self._step.start()
+            for number, rows in enumerate(self._chunks):
+                with timeline.phase("train", number):
+                    sums = self._added(state, sums, rows)
         phases.enter("step" if self._has_updated else "compile", step)
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = jax.block_until_ready(self._step.update(state, sums))
@@ -294,14 +297,6 @@ class RolloutSteps:
                 f"reward: in the last {_EQUAL_BATCHES} batches no two responses to the same prompt had different "
                 "rewards, from which nothing is learned; rollouts.jsonl has responses with their rewards"
             )
-
-    def _sums_again(self, state: TrainState, timeline: Timeline) -> StepGradients:
-        """The sums of the gradients of the current batch."""
-        sums = self._step.start()
-        for number, rows in enumerate(self._chunks):
-            with timeline.phase("train", number):
-                sums = self._added(state, sums, rows)
-        return sums
 
     def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
         """The sums plus those of a chunk; before the first of this start, hooks get its rows."""

@@ -91,7 +91,18 @@ class Journal:
                     f"output={config.output!r} holds {value_text(names[0])} already, and nothing that prepare began."
                 )
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._state_plan()
+            path = self.directory / PLAN_FILE
+            if self._remote is not None:
+                self._remote.create(PLAN_FILE, _text(self._plan))
+                self._look()
+            elif not is_there(path):
+                write_whole(path, _text(self._plan))
+            problems = _differences(read_object(path), json.loads(_text(self._plan)))
+            if problems:
+                raise UserError(
+                    f"{full_text(self._output)} was begun differently: {'; '.join(problems)}. Give another output, or "
+                    "remove this one."
+                )
 
     def _names(self) -> Collection[str]:
         """The contents of the output, or at least the files and directories at its top."""
@@ -114,21 +125,6 @@ class Journal:
             write_whole(path, content)
         if self._remote is not None:
             self._remote.upload(path, path.relative_to(self.directory).as_posix())
-
-    def _state_plan(self) -> None:
-        """Writes the plan if there is none, or compares it with the existing one."""
-        path = self.directory / PLAN_FILE
-        if self._remote is not None:
-            self._remote.create(PLAN_FILE, _text(self._plan))
-            self._look()
-        elif not is_there(path):
-            write_whole(path, _text(self._plan))
-        problems = _differences(read_object(path), json.loads(_text(self._plan)))
-        if problems:
-            raise UserError(
-                f"{full_text(self._output)} was begun differently: {'; '.join(problems)}. Give another output, or "
-                "remove this one."
-            )
 
     @contextlib.contextmanager
     def hold(self, *, shared: bool) -> Iterator[None]:
@@ -230,7 +226,9 @@ class Journal:
         with partial.open("wb") as opened:
             start = 0
             for entry in entries:
-                lengths = np.frombuffer(self._lengths(entry.number), "<i8")
+                path = self.workshop.lengths_path(entry.number)
+                found = path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
+                lengths = np.frombuffer(found, "<i8")
                 stops = start + np.cumsum(lengths)
                 opened.write((stops - lengths).astype("<i8").tobytes())
                 start = int(stops[-1])
@@ -239,10 +237,6 @@ class Journal:
             os.fsync(opened.fileno())
         partial.replace(self.directory / DOCUMENTS_FILE)
         self._publish(self.directory / DOCUMENTS_FILE)
-
-    def _lengths(self, number: int) -> bytes:
-        path = self.workshop.lengths_path(number)
-        return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
 
     def outcome(self) -> Outcome:
         """The contents of a complete output; removes its journal.

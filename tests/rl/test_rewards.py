@@ -2,7 +2,6 @@
 the next call works."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -353,9 +352,7 @@ def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
             whole = Scores.joined(scores)
             assert "ValueError: could not convert" in whole.traceback
             assert "m.py" in whole.traceback.splitlines()[1]
-            again = Scores.from_json(json.loads(json.dumps(whole.to_json())))
-            assert_array_equal(again.total, want)
-            assert_array_equal(again.has_failed, np.isnan(want))
+            assert_array_equal(whole.has_failed, np.isnan(want))
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
 
