@@ -134,8 +134,7 @@ class SampledBatches:
 
         Recorded batches are taken as they were; responses to other prompts are sampled and judged again.
         """
-        from maxtext_lite.post_training.rl_run import open_rl_run
-        from maxtext_lite.post_training.rollout_steps import make_rollout_steps
+        from maxtext_lite.post_training.rollout_steps import make_rollout_steps, open_rl_run
         from maxtext_lite.training.run_files import run_directory
 
         recorded = recorded_in(run_directory(config))

@@ -1,46 +1,452 @@
-"""The steps of reinforcement learning for the training loop; batches are sampled and judged chunk by chunk."""
+"""Runs of reinforcement learning: their trainer, sampler and judge, their steps, and their evaluation."""
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import importlib.util
 import itertools
+import math
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxtext_lite.batching import make_plan, plan_batch
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import refuse
+from maxtext_lite.config.errors import install_text, refuse
 from maxtext_lite.config.phases import phases, status_line
-from maxtext_lite.data import example_ids
+from maxtext_lite.data import Tokenizer, check_vocabulary, example_ids, load_tokenizer
 from maxtext_lite.data.rows import FIELDS
+from maxtext_lite.hf.directory import paths_of_model
+from maxtext_lite.hf.stop_tokens import stop_tokens
+from maxtext_lite.inference.stream_text import decode_after
+from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.row_losses import NamedRow
 from maxtext_lite.operations.watchdog import watchdog
-from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding
 from maxtext_lite.post_training.batch import RLBatch
-from maxtext_lite.post_training.chunked_step import ChunkedStep
-from maxtext_lite.post_training.held_out import HeldOutResponses
-from maxtext_lite.post_training.keys import RLRunConfig, records_step
+from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation, records_step
 from maxtext_lite.post_training.log_probabilities import Reference, make_log_probabilities
-from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
-from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
-from maxtext_lite.post_training.prompts import Prompt
+from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record, mean_of
+from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT, Policy
+from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.post_training.recorded import NOTHING, Recorded, path_of, remove_after, write_batch
-from maxtext_lite.post_training.rewards import RewardError, Scores
-from maxtext_lite.post_training.rl_run import RLRun, open_rl_run, shared, waiting_seconds
-from maxtext_lite.post_training.rollout import TRAINING, Request
-from maxtext_lite.training.arrays import Rows
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
+from maxtext_lite.post_training.rewards import Completion, RewardError, Rewards, Scores, longest_seconds
+from maxtext_lite.post_training.rollout import (
+    ANSWER_SECONDS,
+    HELD_OUT,
+    TRAINING,
+    LocalEngine,
+    Request,
+    Response,
+    RolloutEngine,
+    sampling_mesh,
+)
+from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.gradients import (
+    TRAIN_BATCH_AXES,
+    StepGradients,
+    accumulate_micro_batches,
+    correct_expected,
+    count_rows,
+    rows_of_batch,
+    sum_over_replicas,
+    zero_gradients,
+    zero_gradients_shardings,
+)
 from maxtext_lite.training.hooks import Callback
 from maxtext_lite.training.loop import RunResult, train_run
+from maxtext_lite.training.opening import machine_of, start_run
+from maxtext_lite.training.optimizer import Schedule
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.run_files import run_directory
+from maxtext_lite.training.state import Overrides, StepContext, TrainState, make_plain_decoder, state_shardings
+from maxtext_lite.training.step import apply_gradients
 from maxtext_lite.training.step_log import StepLog, StepResult, open_lines
+
+
+class ChunkedStep:
+    """The train step of a batch that arrives in chunks: `start`, `add` for each chunk, then `update`, all jitted.
+
+    Attributes:
+      start: () -> StepGradients before the first chunk.
+      add: (state, sums, batch) -> sums plus those of a chunk, whose arrays are [A, B, T], of any A and B; the sums
+        passed in are donated, the state is not.
+      update: (state, sums) -> (state, metrics) as in `make_train_step`, after the last chunk; the state passed in is
+        donated. Gradients cross the data axis here, and only here. The sums, one float32 number per gradient, are not
+        donated: drop them before the next step.
+    Args:
+      expected: the objective's expected count for the whole step. It divides the chunks' losses in place of the actual
+        count; `update` corrects for it.
+    """
+
+    def __init__(self, parts: StepContext, schedule: Schedule, *, expected: int):
+        assert parts.local is None
+        expected_R = jnp.full(parts.num_replicas, expected, jnp.float32)
+
+        def add(state: TrainState, sums: StepGradients, batch: Rows) -> StepGradients:
+            loss_scale = parts.optimizer.loss_scale(state.opt_state)
+            rows = rows_of_batch(parts, batch)
+            sums = accumulate_micro_batches(
+                parts, sums, state.params, state.frozen, rows, expected_R, loss_scale=loss_scale
+            )
+            return sums._replace(counts=jax.tree.map(jnp.add, sums.counts, count_rows(parts, rows)))
+
+        def update(state: TrainState, sums: StepGradients) -> tuple[TrainState, Metrics]:
+            step = sum_over_replicas(parts, sums, expected_R, parts.optimizer.loss_scale(state.opt_state))
+            step = correct_expected(step, expected_R[0], step.counts[parts.objective.divisor])
+            return apply_gradients(parts, schedule, state, step)
+
+        shardings = state_shardings(parts)
+        of_sums = zero_gradients_shardings(parts)
+        of_batch = sharding(parts.mesh, TRAIN_BATCH_AXES)
+        self.start = jax.jit(lambda: zero_gradients(parts), out_shardings=of_sums)
+        self.add = jax.jit(add, donate_argnums=1, in_shardings=(shardings, of_sums, of_batch), out_shardings=of_sums)
+        # Donating the sums would gain nothing: no result has their shape, with its dim for replicas.
+        self.update = jax.jit(
+            update,
+            donate_argnums=0,
+            in_shardings=(shardings, of_sums),
+            out_shardings=(shardings, sharding(parts.mesh)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RLRun:
+    """One process's part in a run of reinforcement learning.
+
+    Attributes:
+      run: the trainer.
+      prompts: those to train on; `eval_prompts`: the held-out ones.
+      config: the user's.
+      batch: the arithmetic of its batches.
+      policy: the objective of a step.
+      engine: samples responses; None where all are recorded.
+      rewards: judges them; None on all hosts but the first, and where all are recorded.
+      stop_token_ids: tokens after which a response ends.
+    """
+
+    run: TrainingRun
+    prompts: PromptSource
+    eval_prompts: PromptSource | None
+    config: RLRunConfig
+    batch: RLBatch
+    policy: Policy
+    engine: RolloutEngine | None
+    rewards: Rewards | None
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+    recorded: Recorded = NOTHING
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of responses to train on."""
+        return _sampling(self.config)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """The sampling of responses to held-out prompts."""
+        return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    def text_of(self, prompt: Prompt, response: Response, *, skip_special_tokens: bool) -> str:
+        """The text of a response for reward functions, without the stop token."""
+        token_ids = response.token_ids[:-1] if response.ended else response.token_ids
+        before = prompt.token_ids if prompt.is_plain else ()
+        return decode_after(self.tokenizer, before, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def update(self, params: Params, step: int) -> None:
+        """Sets the parameters to sample from, those after `step` optimizer steps."""
+        if self.engine is not None:
+            self.engine.update(params, step)
+
+    def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
+        """A response to each request of `prompts`, recorded or sampled; any thread may call it.
+
+        Raises:
+          UserError: responses are neither recorded nor to be sampled.
+        """
+        keys = [request.key for request in requests]
+        found = self.recorded.find(keys)
+        if found is not None:
+            num_found = len(found.advantages)
+            return found.sampled._replace(prompts=prompts[:num_found], keys=keys[:num_found])
+        if self.engine is None:
+            raise UserError(
+                f"rollout_engine={self.config.rollout_engine}: the responses to prompt {keys[0][1]} of the run were "
+                "sampled by a server and are not recorded. Nearest that works: record_rollouts=all in the run."
+            )
+        with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
+            responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
+        skips = self.config.reward_skip_special_tokens
+        pairs = zip(prompts, responses, strict=True)
+        texts = [self.text_of(prompt, response, skip_special_tokens=skips) for prompt, response in pairs]
+        return Sampled(prompts, responses, texts, keys)
+
+    def judge(self, sampled: Sampled, unit: int) -> Scores | None:
+        """The scores of sampled pairs, on the first host; any thread may call it. For `unit` see `Rewards.of`.
+
+        Those of recorded responses are recorded, too.
+
+        Raises:
+          RewardError: a reward failed, with reward_error=stop.
+        """
+        found = self.recorded.find(sampled.keys)
+        if found is not None:
+            return found.scores
+        if self.rewards is None:
+            return None
+        all_of = zip(sampled.prompts, sampled.texts, sampled.responses, strict=True)
+        completions = [
+            Completion(text, self.text_of(prompt, response, skip_special_tokens=False), response.token_ids)
+            for prompt, text, response in all_of
+        ]
+        return self.rewards.of(sampled.prompts, completions, unit)
+
+    def close(self) -> None:
+        """Closes the sampler and the judge."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def waiting_seconds(config: RLRunConfig) -> float:
+    """The longest time that the rewards of a chunk and a server's answer may take."""
+    return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
+
+
+def shared(scores: Scores | None) -> Scores:
+    """The first host's scores on all hosts, because functions need not be deterministic. All hosts call it."""
+    return pickle.loads(bytes_of_host(0, pickle.dumps(scores)))
+
+
+def open_rl_run(config: RLRunConfig, recorded: Recorded = NOTHING) -> RLRun:
+    """The run of a config, with prompts opened, batches planned, and devices assigned to trainer and sampler.
+
+    Args:
+      recorded: responses that are neither sampled nor judged.
+    Raises:
+      UserError: the config does not suit these devices, prompts or rewards, or contradicts the run directory.
+    """
+    devices = start_run(config)
+    machine = machine_of(devices)
+    plan_batch(config, **machine)  # refuses what is wrong before the data are opened
+    tokenizer = load_tokenizer(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    prompts = (recorded.prompts, None) if recorded.is_whole else open_prompts(config)
+    source, eval_source = prompts
+    found = exchange([None if each is None else each.fingerprint for each in prompts])
+    if others := [host for host, each in enumerate(found) if each != found[0]]:
+        raise UserError(
+            f"dataset_path: host {others[0]} finds different prompts than host 0. All hosts must see the same files."
+        )
+    if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
+        raise UserError(str(refusal))
+    plan = make_plan(config, **machine, num_examples=len(source))
+    batch = plan.rl
+    assert isinstance(batch, RLBatch), "a config of reinforcement learning has a plan of it"
+    stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
+    rewards: Rewards | None = None
+    if jax.process_index() == 0 and not recorded.is_whole:
+        names = [name for each in prompts if each is not None for name in each.field_names]
+        rewards = Rewards(config, tuple(dict.fromkeys(names)))
+    try:
+        policy = policy_of(config, batch)
+        # Before the run makes its directory: a refused sampler leaves none.
+        sampling_devices = devices[len(devices) - batch.sampler_devices :]
+        engine = None
+        if not recorded.is_whole and (config.rollout_engine == "local" or not recorded.groups):
+            engine = _engine(config, batch, sampling_devices, stop_token_ids)
+        run = TrainingRun(
+            config,
+            plan,
+            source=source,
+            eval_source=eval_source,
+            own=Overrides(objective=policy),
+            devices=devices[: batch.trainer_devices],
+            examples_of_entry=batch.examples_per_entry,
+        )
+    except BaseException:
+        if rewards is not None:
+            rewards.close()
+        raise
+    return RLRun(run, source, eval_source, config, batch, policy, engine, rewards, tokenizer, stop_token_ids, recorded)
+
+
+def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
+    """The objective of a config's steps."""
+    may_differ = config.rollout_engine != "local" or config.capacity_factor != -1  # only training drops tokens
+    return Policy(
+        algo=config.loss_algo,
+        epsilon_low=config.grpo_epsilon,
+        epsilon_high=config.grpo_epsilon_high or config.grpo_epsilon,
+        beta=config.grpo_beta,
+        aggregation=config.loss_aggregation,
+        temperature=config.decode_sampling_temperature,
+        max_response_tokens=batch.max_response_tokens,
+        on_policy=config.num_iterations == 1,
+        compares=may_differ or config.rollout_correction != "none",
+        correction_cap=config.rollout_correction_cap if config.rollout_correction == "truncated" else None,
+    )
+
+
+def _sampling(config: RLRunConfig) -> Sampling:
+    temperature = config.decode_sampling_temperature
+    top_k = config.decode_sampling_top_k
+    return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+
+def _engine(
+    config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
+) -> RolloutEngine:
+    if config.rollout_engine != "local":
+        if importlib.util.find_spec("httpx2") is None:
+            raise UserError(f"rollout_engine={config.rollout_engine} needs httpx2: {install_text('servers')}.")
+        from maxtext_lite.post_training.servers import SERVER_KINDS, HttpEngine
+
+        return HttpEngine(
+            SERVER_KINDS[config.rollout_engine]("rollout_url", config.rollout_url),
+            config,
+            run_directory(config),
+            sampling=_sampling(config),
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+        )
+    assert batch.rollout is not None, "the plan of a local engine says how it samples"
+    return LocalEngine(
+        make_plain_decoder(config),
+        sampling_mesh(devices, batch.rollout.mesh),
+        num_slots=batch.rollout.slots,
+        max_prompt_tokens=batch.max_prompt_tokens,
+        max_new_tokens=batch.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+        seed=config.seed,
+    )
+
+
+class HeldOutResponses:
+    """Responses to a run's held-out prompts, or to the first `eval_steps` batches of them; see `loop.Evaluation`.
+
+    They are sampled and judged in chunks of as many pairs as a micro-batch has: `reward_timeout_seconds` and
+    `hang_timeout` then limit the same amount of work as in training. A chunk may end between the responses to one
+    prompt, so a call of a reward function that fails is repeated for each response alone.
+
+    Args:
+      say: takes messages about reward functions.
+    """
+
+    before_first_step = True
+
+    def __init__(self, rl: RLRun, say: Callable[[str], None]):
+        self._rl = rl
+        self._say = say
+
+    def evaluate(
+        self, state: TrainState, step: int, stops: Callable[[], bool]
+    ) -> tuple[dict[str, float | int], str] | None:
+        """Mean reward, accuracy and pass@k of new responses."""
+        rl = self._rl
+        each = self._rl.config.eval_num_generations
+        pairs = self._pairs()
+        per_chunk = rl.batch.pairs_per_micro_batch
+        rl.update(rl.run.decoder.joined(state.params, state.frozen), step)
+        phases.advance()
+        scores = list[Scores]()
+        tokens = list[int]()
+        for first in range(0, len(pairs), per_chunk):
+            if stops():
+                return None
+            prompts, requests = zip(*pairs[first : first + per_chunk], strict=True)
+            sampled = rl.sample(prompts, requests, rl.eval_sampling)
+            scores.append(shared(rl.judge(sampled, 1)))
+            for message in scores[-1].messages:
+                self._say(f"reward: {message}")
+            tokens += [len(response.token_ids) for response in sampled.responses]
+            phases.advance()
+        found = held_out_record(Scores.joined(scores), tokens, each)
+        return found, held_out_text(found)
+
+    def _pairs(self) -> list[tuple[Prompt, Request]]:
+        """Each prompt with each of its requests; one prompt's are adjacent."""
+        rl = self._rl
+        config = self._rl.config
+        source = self._rl.eval_prompts
+        assert source is not None
+        count = len(source)
+        if config.eval_steps != -1:
+            count = min(count, config.eval_steps * rl.batch.prompts_per_batch)
+        return [
+            (prompt, Request(prompt.token_ids, (HELD_OUT, prompt.number, generation)))
+            for prompt in map(source.__getitem__, range(count))
+            for generation in range(config.eval_num_generations)
+        ]
+
+
+def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
+    """The probability that at least one of k responses, drawn without replacement, is correct.
+
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1: an unbiased estimate of pass@k.
+    """
+    assert 1 <= k <= num_responses
+    return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
+
+
+def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int) -> dict[str, float | int]:
+    """The entries of an evaluation's record.
+
+    A response is correct if the first reward function gives it at least 1. `eval_accuracy` is the share of correct
+    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them. Responses that
+    it gives no reward are excluded; pass@k also excludes prompts with fewer than k rewarded ones.
+
+    Args:
+      scores: of the responses, adjacent for one prompt.
+      tokens: the length of each response.
+    """
+    first = next(iter(scores.by_name.values()))
+    groups = first.reshape(-1, num_generations)
+    judged = [group[~np.isnan(group)] for group in groups]
+    ks = [2**power for power in range(1, num_generations.bit_length())]
+    if num_generations > 1 and num_generations not in ks:
+        ks.append(num_generations)
+    return {
+        "eval_reward": mean_of(scores.total),
+        "eval_accuracy": mean_of(np.concatenate(judged) >= 1),
+        **{
+            f"eval_pass_at_{k}": mean_of(
+                [pass_at_k(len(group), int(np.sum(group >= 1)), k) for group in judged if len(group) >= k]
+            )
+            for k in ks
+        },
+        "eval_prompts": len(groups),
+        "eval_response_tokens": float(np.mean(tokens)),
+        "eval_unscored_fraction": 1 - float(np.mean(scores.is_scored)),
+        "eval_reward_errors": scores.errors,
+    }
+
+
+def held_out_text(record: Mapping[str, float | int]) -> str:
+    """An evaluation's record as a line of the terminal."""
+    passes = "".join(
+        f", pass@{name.removeprefix('eval_pass_at_')} {value:.1%}"
+        for name, value in record.items()
+        if name.startswith("eval_pass_at_")
+    )
+    unscored = record["eval_unscored_fraction"]
+    if unscored == 1:
+        return f"no response to the {record['eval_prompts']:,} held-out prompts could be scored"
+    return (
+        f"held-out accuracy {record['eval_accuracy']:.1%}{passes}, reward {record['eval_reward']:.3f}, over "
+        f"{record['eval_prompts']:,} prompts" + (f", {unscored:.1%} of the responses unscored" if unscored else "")
+    )
+
 
 _LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of tens of layers
 

@@ -6,6 +6,7 @@ Where documents start, and a hash of their content, are computed once, as in `ro
 import dataclasses
 import hashlib
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from maxtext_lite.data.tokenizer import Tokenizer
 MEGATRON = SourceKind("maxtext_lite.preparation.megatron:open_megatron_rows", is_mixable=True)
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER_BYTES = 34
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 _AT_A_TIME = 2**20
 
@@ -99,21 +100,21 @@ def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.n
     Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
     """
     with file.open("rb") as opened:
-        header = opened.read(_HEADER_BYTES)
-    version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == _HEADER_BYTES else 0
-    if header[:9] != _MAGIC or version != 1 or code not in _DTYPES:
+        header = opened.read(_HEADER.size).ljust(_HEADER.size, b"\0")
+    magic, version, code, sequences, documents = _HEADER.unpack(header)
+    if magic != _MAGIC or version != 1 or code not in _DTYPES:
         raise UserError(f"{file} is not a version 1 Megatron index of integers.")
-    sequences, documents = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
-    due, size = _HEADER_BYTES + 12 * sequences + 8 * documents, file.stat().st_size
+    due = _HEADER.size + 12 * sequences + 8 * documents
+    size = file.stat().st_size
     if size != due:
         raise UserError(f"{file} has {size:,} bytes; its header says {due:,}.")
 
     def part(at: int, dtype: str, count: int) -> np.ndarray:
         return np.memmap(file, dtype, "r", at, (count,)) if count else np.zeros(0, dtype)
 
-    lengths = part(_HEADER_BYTES, "<i4", sequences)
-    pointers = part(_HEADER_BYTES + 4 * sequences, "<i8", sequences)
-    return np.dtype(_DTYPES[code]), lengths, pointers, part(_HEADER_BYTES + 12 * sequences, "<i8", documents)
+    lengths = part(_HEADER.size, "<i4", sequences)
+    pointers = part(_HEADER.size + 4 * sequences, "<i8", sequences)
+    return np.dtype(_DTYPES[code]), lengths, pointers, part(_HEADER.size + 12 * sequences, "<i8", documents)
 
 
 def _document_starts(
@@ -131,14 +132,18 @@ def _document_starts(
 
 def _read_through(stream: np.ndarray, starts: np.ndarray, end_of_text_id: int) -> dict[str, Any]:
     content = hashlib.sha256(np.diff(starts).astype("<i8").tobytes())
-    least = largest = int(stream[0]) if len(stream) else 0
     content.update(stream.dtype.str.encode())
+    bounds: list[int] = []
     for first in range(0, len(stream), _AT_A_TIME):
         ids = np.asarray(stream[first : first + _AT_A_TIME])
-        least, largest = min(least, int(ids.min())), max(largest, int(ids.max()))
+        bounds += (int(ids.min()), int(ids.max()))
         content.update(ids.tobytes())
     unended = 0
     for first in range(1, len(starts), _AT_A_TIME):
         unended += int((np.asarray(stream)[starts[first : first + _AT_A_TIME] - 1] != end_of_text_id).sum())
-    about = {"least_id": least, "largest_id": largest, "unended_documents": unended}
-    return about | {"content": content.hexdigest()}
+    return {
+        "least_id": min(bounds, default=0),
+        "largest_id": max(bounds, default=0),
+        "unended_documents": unended,
+        "content": content.hexdigest(),
+    }

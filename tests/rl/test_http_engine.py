@@ -14,9 +14,8 @@ from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training import servers
-from maxtext_lite.post_training.rl_run import open_rl_run
 from maxtext_lite.post_training.rollout import Request
-from maxtext_lite.post_training.rollout_steps import train_rl
+from maxtext_lite.post_training.rollout_steps import open_rl_run, train_rl
 from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.rl.conftest import WHOLE, steps

@@ -9,25 +9,23 @@ import pytest
 from numpy.testing import assert_allclose
 
 from maxtext_lite.config.records import record_text
-from maxtext_lite.post_training.advantages import (
-    equal_groups_fraction,
-    group_advantages,
-    mean_deviation,
-)
-from maxtext_lite.post_training.held_out import (
-    held_out_record,
-    held_out_text,
-    pass_at_k,
-)
 from maxtext_lite.post_training.pairs import (
     Chunk,
     Sampled,
     batch_record,
+    equal_groups_fraction,
+    group_advantages,
+    mean_deviation,
     responses_hash,
 )
 from maxtext_lite.post_training.prompts import Prompt
 from maxtext_lite.post_training.rewards import Scores
 from maxtext_lite.post_training.rollout import Response
+from maxtext_lite.post_training.rollout_steps import (
+    held_out_record,
+    held_out_text,
+    pass_at_k,
+)
 
 
 def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():

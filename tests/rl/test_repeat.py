@@ -13,8 +13,7 @@ from maxtext_lite.analysis import equiv
 from maxtext_lite.analysis.equiv import Split, compare_splits
 from maxtext_lite.analysis.replay import compared_fields
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.post_training.advantages import group_advantages
-from maxtext_lite.post_training.pairs import Chunk, Sampled
+from maxtext_lite.post_training.pairs import Chunk, Sampled, group_advantages
 from maxtext_lite.post_training.prompts import Prompt
 from maxtext_lite.post_training.recorded import (
     path_of,

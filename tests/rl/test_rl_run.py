@@ -11,8 +11,8 @@ from maxtext_lite.config import UserError
 from maxtext_lite.post_training.batch import rl_batch
 from maxtext_lite.post_training.pairs import Sampled
 from maxtext_lite.post_training.prompts import Prompt
-from maxtext_lite.post_training.rl_run import open_rl_run, policy_of
 from maxtext_lite.post_training.rollout import Response
+from maxtext_lite.post_training.rollout_steps import open_rl_run, policy_of
 
 
 def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config_of):

@@ -12,13 +12,12 @@ from maxtext_lite.analysis.replay import replayed
 from maxtext_lite.config import UserError
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.post_training import rollout_steps
-from maxtext_lite.post_training.advantages import group_advantages
-from maxtext_lite.post_training.chunked_step import ChunkedStep
+from maxtext_lite.post_training.pairs import group_advantages
 from maxtext_lite.post_training.prompts import open_prompts
 from maxtext_lite.post_training.recorded import recorded_paths
 from maxtext_lite.post_training.rewards import RewardError
 from maxtext_lite.post_training.rollout import LocalEngine
-from maxtext_lite.post_training.rollout_steps import train_rl
+from maxtext_lite.post_training.rollout_steps import ChunkedStep, train_rl
 from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, loop, stopping
 from tests.processes import RunFiles

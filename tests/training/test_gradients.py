@@ -10,7 +10,7 @@ import numpy as np
 
 from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.parallel import sharding
-from maxtext_lite.post_training.chunked_step import ChunkedStep
+from maxtext_lite.post_training.rollout_steps import ChunkedStep
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
