@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     config = directory_config(arguments.directory, asked.dtype)
     # These import jax, once the config is known to be right.
     if asked.data:
-        from maxtext_lite.inference.file_loss import file_loss as evaluate
+        from maxtext_lite.inference.scoring import file_loss as evaluate
     else:
         from maxtext_lite.inference.scoring import evaluate
 

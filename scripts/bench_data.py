@@ -39,7 +39,7 @@ from maxtext_lite.data.prepared import (
     manifest_text,
     read_manifest,
 )
-from maxtext_lite.preparation.integrity import stored_shard
+from maxtext_lite.preparation.shards import stored_shard
 
 BATCH_ROWS = 32
 SHARDS = 4

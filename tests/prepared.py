@@ -15,7 +15,7 @@ from maxtext_lite.data.prepared import (
     Manifest,
     manifest_text,
 )
-from maxtext_lite.preparation.integrity import stored_shard
+from maxtext_lite.preparation.shards import stored_shard
 
 
 def write_prepared(

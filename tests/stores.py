@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maxtext_lite.preparation import bucket_directory
+from maxtext_lite.preparation import fetched
 
 
 class Memory:
@@ -32,7 +32,7 @@ class Memory:
             monkeypatch.setattr(
                 self.files, method, self._told(method, getattr(self.files, method))
             )
-        monkeypatch.setattr(bucket_directory, "file_system", self._file_system)
+        monkeypatch.setattr(fetched, "file_system", self._file_system)
 
     def _file_system(self, url: str, key: str) -> tuple[Any, str]:
         del key

@@ -9,10 +9,10 @@ ARITHMETIC = SourceKind("", "prompts", run_kind="rl", has_turns=True, reads_file
 
 SFT = ObjectiveKind("maxtext_lite.training.objective:next_token", "answers")
 DPO = ObjectiveKind(
-    "maxtext_lite.post_training.preference:preference",
+    "maxtext_lite.post_training.dpo:preference",
     "pairs",
     rows_per_example=2,
-    starts="maxtext_lite.post_training.dpo_reference:add_reference",
-    against="maxtext_lite.post_training.preference:against",
+    starts="maxtext_lite.post_training.dpo:add_reference",
+    against="maxtext_lite.post_training.dpo:against",
 )
 GRPO = ObjectiveKind("", "prompts", repeats="maxtext_lite.post_training.repeat:SAMPLED")

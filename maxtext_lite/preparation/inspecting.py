@@ -17,8 +17,8 @@ from maxtext_lite.data.sources import rows_of
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_lite.preparation.fetched import find_prepared
-from maxtext_lite.preparation.integrity import verify
 from maxtext_lite.preparation.keys import InspectConfig
+from maxtext_lite.preparation.shards import verify
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
 _BAR = 40  # characters of the longest bar

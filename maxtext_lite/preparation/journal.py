@@ -34,7 +34,7 @@ from maxtext_lite.data.prepared import (
     read_manifest,
 )
 from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.preparation.bucket_directory import BucketDirectory
+from maxtext_lite.preparation.fetched import BucketDirectory
 from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.preparation.shards import TOKENS_PER_RECORD, Entry, Workshop, check_bad
 from maxtext_lite.preparation.tasks import InputFile, Task

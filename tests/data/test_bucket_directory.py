@@ -6,9 +6,8 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.prepared import open_prepared
-from maxtext_lite.preparation.bucket_directory import BucketDirectory
-from maxtext_lite.preparation.fetched import find_prepared
-from maxtext_lite.preparation.integrity import verify
+from maxtext_lite.preparation.fetched import BucketDirectory, find_prepared
+from maxtext_lite.preparation.shards import verify
 from tests.bucket_emulator import bucket_server
 from tests.prepared import byte_shards, flipped, write_prepared
 from tests.stores import s3_server

@@ -14,8 +14,7 @@ from maxtext_lite.data.prepared import (
     open_prepared,
 )
 from maxtext_lite.preparation import fetched
-from maxtext_lite.preparation.bucket_directory import BucketDirectory
-from maxtext_lite.preparation.fetched import find_prepared
+from maxtext_lite.preparation.fetched import BucketDirectory, find_prepared
 from tests.prepared import byte_shards, flipped, write_prepared
 from tests.stores import Memory
 

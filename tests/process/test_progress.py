@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.operations.progress import Seen, Stamp, judge
+from maxtext_lite.operations.watchdog import Seen, Stamp, judge
 
 
 def stamp(

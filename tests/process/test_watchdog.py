@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxtext_lite.operations import watchdog as module
-from maxtext_lite.operations.progress import Verdict
-from maxtext_lite.operations.watchdog import Watchdog
+from maxtext_lite.operations.watchdog import Verdict, Watchdog
 from tests.source_tree import REPOSITORY
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.evaluate import main as evaluate
-from maxtext_lite.post_training import dpo_reference
-from maxtext_lite.post_training.dpo_reference import FILE
+from maxtext_lite.post_training import dpo
+from maxtext_lite.post_training.dpo import FILE
 from maxtext_lite.training import train
 from tests.prepared import flipped
 from tests.run_directories import lines_of, write_lines
@@ -140,15 +140,15 @@ def test_a_reference_that_is_missing_damaged_or_of_other_data_is_refused(tmp_pat
         directory=tmp_path, files=SimpleNamespace(directory=tmp_path), is_first=True
     )
     with pytest.raises(UserError, match=FILE):
-        dpo_reference._read(run, [source])
+        dpo._read(run, [source])
     table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
     np.savez(tmp_path / FILE, allow_pickle=False, pairs=table)
     with pytest.raises(UserError, match="dataset_path"):
-        dpo_reference._read(run, [source, SimpleNamespace(fingerprint="others")])
+        dpo._read(run, [source, SimpleNamespace(fingerprint="others")])
     whole = (tmp_path / FILE).read_bytes()
-    (found,) = dpo_reference._read(run, [source]).values()
+    (found,) = dpo._read(run, [source]).values()
     np.testing.assert_array_equal(found, table)
     for text in (flipped(whole), whole[:-1], b"", bytes(len(whole))):
         (tmp_path / FILE).write_bytes(text)
         with pytest.raises(UserError):
-            dpo_reference._read(run, [source])
+            dpo._read(run, [source])

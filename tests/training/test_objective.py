@@ -14,7 +14,7 @@ from maxtext_lite.data import open_sources
 from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.weights import load_hf_parameters
 from maxtext_lite.parallel import sharding
-from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment_sums
+from maxtext_lite.post_training.dpo import pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.evaluation import EVAL_BATCH_AXES, make_eval_step
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import objective_of

@@ -15,8 +15,8 @@ from maxtext_lite.data.prepared import open_prepared
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation import dataset, shards
 from maxtext_lite.preparation.dataset import prepare_dataset
-from maxtext_lite.preparation.integrity import verify
 from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import verify
 from tests.stores import Memory
 
 TASK_BYTES = 12_000
