@@ -137,16 +137,7 @@ def _shown(row: int, arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Ite
         text = ""
         for has_loss, stretch in itertools.groupby(members, key=lambda place: arrays["weights"][place] != 0):
             ids = arrays["tokens"][list(stretch)]
-            written = "".join(_text(tokenizer, part) for part in np.split(ids, _ends(ids, tokenizer.end_of_text_id)))
+            parts = np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text_id))
+            written = "end of text".join(map(tokenizer.decode, parts))
             text += written if has_loss else f"[[{written}]]"
         yield text
-
-
-def _ends(ids: np.ndarray, end_of_text_id: int) -> np.ndarray:
-    """Where to split ids to isolate each end-of-text token."""
-    places = np.flatnonzero(ids == end_of_text_id)
-    return np.unique(np.concatenate([places, places + 1]))
-
-
-def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    return "end of text" if ids.tolist() == [tokenizer.end_of_text_id] else tokenizer.decode(ids)

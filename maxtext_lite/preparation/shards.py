@@ -31,8 +31,7 @@ from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import batches
 from maxtext_lite.preparation.fetched import BucketDirectory
 from maxtext_lite.preparation.keys import PrepareConfig
-from maxtext_lite.preparation.reading import BadLine, DocumentReader
-from maxtext_lite.preparation.tasks import InputFile, Task
+from maxtext_lite.preparation.tasks import BadLine, DocumentReader, InputFile, Task
 
 _IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # two requests to a bucket, instead of one for each record
 _RECORDS_AT_A_TIME = 512

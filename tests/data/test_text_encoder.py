@@ -23,8 +23,8 @@ from maxtext_lite.inference.stream_text import (
 )
 from maxtext_lite.post_training.conversations import Renderer
 from maxtext_lite.preparation.keys import PrepareConfig
-from maxtext_lite.preparation.reading import WHOLE, BadLine, DocumentReader, Piece
 from maxtext_lite.preparation.shards import document_reader
+from maxtext_lite.preparation.tasks import WHOLE, BadLine, DocumentReader, Piece
 from tests.run_directories import write_lines
 
 SPECIAL = ["<end>", "<begin>", "<|user|>", "<|assistant|>", "<turn>"]

@@ -9,9 +9,8 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.preparation.keys import PrepareConfig
-from maxtext_lite.preparation.reading import BadLine
 from maxtext_lite.preparation.shards import document_reader
-from maxtext_lite.preparation.tasks import find_inputs, split_into_tasks
+from maxtext_lite.preparation.tasks import BadLine, find_inputs, split_into_tasks
 from tests.run_directories import write_lines
 
 pyarrow = pytest.importorskip("pyarrow")
