@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from maxtext_lite.config.types import (
     AtLeastTwo,
@@ -12,12 +12,13 @@ from maxtext_lite.config.types import (
     Flag,
     PathText,
     PositiveShare,
+    Section,
     Temperature,
     WhichParameters,
 )
 
 
-class GenerateConfig(BaseModel):
+class GenerateConfig(Section):
     """The keys of `generate`.
 
     Attributes:
@@ -41,8 +42,6 @@ class GenerateConfig(BaseModel):
       ici_data_parallelism: copies of the model.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     prompt: str = ""
     prompts: list[str] | None = None
     prompt_ids: list[list[int]] | None = Field(None, examples=[[[1, 2]]])
@@ -53,7 +52,7 @@ class GenerateConfig(BaseModel):
     top_k: CountOrZero = 0
     top_p: PositiveShare = 1.0
     stop_token_ids: list[int] | None = None
-    stop_strings: list[str] = []
+    stop_strings: list[str] = Field([])
     seed: DrawSeed = 0
     parameters: WhichParameters = "trained"
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
@@ -67,7 +66,7 @@ class GenerateConfig(BaseModel):
         return {axis: getattr(self, f"ici_{axis}_parallelism") for axis in ("tensor", "fsdp", "data")}
 
 
-class EvaluateConfig(BaseModel):
+class EvaluateConfig(Section):
     """The keys of `evaluate`; one of the first four is required.
 
     Attributes:
@@ -84,8 +83,6 @@ class EvaluateConfig(BaseModel):
       ici_tensor_parallelism: shards of heads, mlp and vocabulary.
       ici_fsdp_parallelism: shards of the rest of the parameters, and of the rows.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     data: PathText = ""
     text: PathText = ""

@@ -159,15 +159,12 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 def _number(match: re.Match[str]) -> Fraction | None:
-    whole = match["whole"]
-    parts = match["parts"] or "1"
-    exponent = match["exponent"] or ""
-    power = int(exponent[1:].lstrip("+-0")[:5] or 0)  # its size, or another that is too large
-    if max(len(whole), len(parts), power) > _MOST_DIGITS:
+    exponent = match["exponent"] or "e0"
+    if len(match[0]) > _MOST_DIGITS or abs(int(exponent[1:])) > _MOST_DIGITS:
         return None
-    divisor = Fraction(parts.replace(",", ""))
-    if divisor == 0:
+    above = Fraction(match["whole"].replace(",", "") + exponent)
+    below = Fraction((match["parts"] or "1").replace(",", ""))
+    if below == 0:
         return None
     is_negative = (match["sign"] == "-") != (match["after"] == "-")
-    scale = Fraction(10) ** (-power if exponent[1:2] == "-" else power)
-    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "")) * scale / divisor
+    return (-above if is_negative else above) / below

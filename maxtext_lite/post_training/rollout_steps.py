@@ -10,7 +10,7 @@ import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -725,31 +725,22 @@ class RolloutSteps:
         they are split; where there are too few, the rest of it is empty.
 
         Args:
-          judged: gets the chunks up to the last group of the batch.
+          judged: gets the groups up to the last one of the batch.
         Source: Yu et al. 2025, arXiv:2503.14476, section 3.2.
         """
-        with contextlib.closing(self._judged_chunks(first, timeline)) as chunks:
-            if self._config.dynamic_sampling > 1:
-                yield from self._refilled(chunks, judged)
-                return
-            for chunk in chunks:
-                judged.append(chunk)
-                yield chunk
-
-    def _refilled(self, chunks: Iterable[Chunk], judged: list[Chunk]) -> Iterator[Chunk]:
-        """As many chunks as the batch has, of groups with different rewards; `judged` as in `_chunks_to_train`."""
         left = self._batch.micro_batches
         kept: list[Chunk] = []
-        for group in itertools.chain.from_iterable(chunk.groups() for chunk in chunks):
-            judged.append(group)
-            if group.has_different_rewards:
-                kept.append(group)
-            if len(kept) == self._batch.prompts_per_micro_batch:
-                yield Chunk.joined(kept)
-                kept = []
-                left -= 1
-            if left == 0:
-                return
+        with contextlib.closing(self._judged_chunks(first, timeline)) as chunks:
+            for group in itertools.chain.from_iterable(chunk.groups() for chunk in chunks):
+                judged.append(group)
+                if self._config.dynamic_sampling == 1 or group.has_different_rewards:
+                    kept.append(group)
+                if len(kept) == self._batch.prompts_per_micro_batch:
+                    yield Chunk.joined(kept)
+                    kept = []
+                    left -= 1
+                if left == 0:
+                    return
         nothing = judged[-1].part(slice(0, 0))
         yield Chunk.joined([nothing, *kept])
         for _ in range(left - 1):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, Field
 
 from maxtext_lite.config.errors import WrongType
 from maxtext_lite.config.types import (
@@ -14,6 +14,7 @@ from maxtext_lite.config.types import (
     Name,
     PathName,
     PathText,
+    Section,
     Share,
     SpecialInText,
 )
@@ -27,7 +28,7 @@ def _paths(value: object) -> object:
     raise WrongType("is not a path, or a list of paths.")
 
 
-class PrepareConfig(BaseModel):
+class PrepareConfig(Section):
     """The keys of `prepare`.
 
     Attributes:
@@ -42,9 +43,7 @@ class PrepareConfig(BaseModel):
       max_bad_fraction: the largest share of a task's lines that may be unreadable.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    input: Annotated[list[PathName], BeforeValidator(_paths)] = []
+    input: Annotated[list[PathName], BeforeValidator(_paths)] = Field([])
     output: DataPath = ""
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = "byte"
     tokenizer_path: PathText = ""
@@ -64,7 +63,7 @@ class PrepareConfig(BaseModel):
         return self.text_field or ("messages" if self.chat else "text")
 
 
-class TokenizerConfig(BaseModel):
+class TokenizerConfig(Section):
     """The keys of `prepare tokenizer`.
 
     Attributes:
@@ -74,16 +73,14 @@ class TokenizerConfig(BaseModel):
       vocab_size: number of ids, including special tokens.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    input: Annotated[list[PathName], BeforeValidator(_paths)] = []
+    input: Annotated[list[PathName], BeforeValidator(_paths)] = Field([])
     output: PathText = ""
     tokenizer_type: Literal["huggingface", "sentencepiece"] = "huggingface"
     vocab_size: Count = 32_000
     text_field: Name | Literal[""] = ""
 
 
-class InspectConfig(BaseModel):
+class InspectConfig(Section):
     """The keys of `prepare inspect`.
 
     Attributes:
@@ -92,8 +89,6 @@ class InspectConfig(BaseModel):
       verify: whether to compare all checksums and count the ids that occur, which reads everything.
       tokenizer_type, tokenizer_path: the dataset's tokenizer, to decode rows.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_target_length: Count = 1024
     packing: Literal["", "concat", "none", "best_fit"] = ""
