@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import Refusal, around, divisors, number_text, refuse, refuse_unused, value_text
-from maxtext_lite.config.keys import KEYS, Config, SourceList, keys_of, listed
+from maxtext_lite.config.keys import Config, SourceList, listed
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.types import (
     AtLeastOne,
@@ -148,10 +148,6 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
         """The rules between its keys, and between them and base.yml's."""
         for rules in (_batches, _tasks, _rewards, _responses, _rollout, _unused):
             yield from rules(self)
-
-
-RL_KEYS: tuple[str, ...] = tuple(key for key in keys_of(RLRunConfig) if key not in KEYS)
-"""The keys that configs/post_train/rl.yml adds."""
 
 
 def records_step(config: RolloutConfig, step: int) -> bool:
