@@ -219,7 +219,7 @@ class LayerOnDevice:
             return sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
         # Everything: of the stream the inputs of both halves, and the input and output of each norm.
         streams = {"none": 4, "one_norm": 2, "two_norms": 3}[config.parallel_block]
-        stream = (streams + 2 * (config.norm_placement == "both")) * self.stream * self.width
+        stream = (streams + 2 * (config.norm_placement in ("both", "each"))) * self.stream * self.width
         blocks = sizes["mlpwi_0"] + sizes["mlpwi_1"] + sizes["expert_rows"] + self._kept_heads()
         if config.num_experts == 1:
             return stream + blocks + self.width * config.base_mlp_dim // self.tensor

@@ -488,7 +488,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     shape = model_shape(config)
     # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
     emb = config.base_emb_dim
-    norms = 14 if config.norm_placement == "both" else 10
+    norms = 14 if config.norm_placement in ("both", "each") else 10
     gathers = 4 if tensor > 1 else 0
     # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
     headed = 2

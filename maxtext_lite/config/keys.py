@@ -104,6 +104,8 @@ def mixer_of(kind: str, *, splits_global: bool = False) -> str:
 
 QueryKeyNorm = Literal["none", "head", "head_and_values", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
 """How queries and keys are normed, and with head_and_values also values, without a scale."""
+NormPlacement = Literal["pre", "post", "both", "each"]
+"""Norms before attention and mlp, after them, or both; each: experts, shared experts and routers have their own too."""
 MlpKind = Literal["moe", "dense"]
 """Whether a layer of a model with experts has experts, or a dense mlp in their place."""
 
@@ -756,7 +758,7 @@ class ModelConfig(Section):
     base_mlp_dim: Count
     base_num_decoder_layers: Layers
     normalization: Normalization
-    norm_placement: Literal["pre", "post", "both"]
+    norm_placement: NormPlacement
     normalization_layer_epsilon: Positive
     parallel_block: Literal["none", "one_norm", "two_norms"]
     residual_multiplier: Positive

@@ -337,6 +337,15 @@ def _temperature(config: Config) -> Refusal | None:
     return refuse(config, "position_temperature", reason, None)
 
 
+def _own_norms(config: Config) -> Refusal | None:
+    """Norms of the parts of experts need a shared expert, whose width layers that share keys do not change."""
+    if config.norm_placement != "each":
+        return None
+    if config.num_experts == 1 or not config.shared_experts:
+        return refuse(config, "norm_placement", "needs experts and a shared expert", "both")
+    return None
+
+
 def _beyond_a_stage(config: Config) -> Refusal | None:
     """Terms for which a layer must know its number, the tokens or earlier layers' keys."""
     for key in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
@@ -358,6 +367,9 @@ def _shared_kv(config: Config) -> Refusal | None:
         return refuse(config, key, "leaves a kind of layer without one that has keys", near)
     if config.mla is not None or not {*kinds} <= {*ATTENTION_KINDS}:
         return refuse(config, key, "needs layers with ordinary attention", None)
+    if shared.use_double_wide_mlp and config.num_experts > 1:
+        near = dataclasses.replace(shared, use_double_wide_mlp=False)
+        return refuse(config, key, f"does not widen the experts of num_experts={config.num_experts}", near)
     if config.routed_bias:
         return refuse(config, "routed_bias", f"beside {key}, whose experts are in several stacks", False)
     return _first_dense(config, f"beside {key}")
@@ -685,6 +697,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _parallel_block,
     _rope_scaling,
     _temperature,
+    _own_norms,
     _beyond_a_stage,
     _shared_kv,
     _gated_activation,

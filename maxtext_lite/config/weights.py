@@ -17,6 +17,7 @@ from maxtext_lite.config.keys import (
     MlpKind,
     ModelConfig,
     Normalization,
+    NormPlacement,
     OutputGate,
     QueryKeyNorm,
     SharedKv,
@@ -145,6 +146,8 @@ class ExpertSizes:
       keeps_load: each expert's share of the previous step's choices, times E and less 1, is kept for the balance loss.
       with_bias: the experts' projections have biases.
       shared_dim: width of the shared expert, which every token passes through; 0: there is none.
+      own_norms: norms of their own before and after experts and after the shared expert, a scale of the router's normed
+        input, and a factor of each expert.
       shared_gate: the shared expert's output is multiplied by the sigmoid of the token's product with a weight.
     """
 
@@ -156,6 +159,7 @@ class ExpertSizes:
     with_bias: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
+    own_norms: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +168,7 @@ class ModelShape:
 
     Attributes:
       norm: RMSNorm or LayerNorm; times scale or 1 + scale, with or without a bias, or without weights.
-      norm_placement: norms before each block, after it, or both.
+      norm_placement: norms before each block, after it, or both; each: also of the parts of experts.
       parallel_block: the mlp has the same input as attention, with the same norm or its own.
       xielu: the mlp's activation has two learned numbers.
       gated: the mlp multiplies the activated projection by a second one.
@@ -200,7 +204,7 @@ class ModelShape:
     mlp_dim: int
     num_layers: int
     norm: Normalization = "rms_norm"
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: NormPlacement = "pre"
     parallel_block: Literal["none", "one_norm", "two_norms"] = "none"
     gated: bool = True
     xielu: bool = False
@@ -386,6 +390,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         with_bias=config.expert_bias,
         shared_dim=config.shared_mlp_dim,
         shared_gate=config.shared_expert_gate,
+        own_norms=config.norm_placement == "each",
     )
     return ModelShape(
         vocab_size=config.vocab_size,
@@ -583,6 +588,10 @@ def expert_weights(shape: ModelShape) -> WeightTable:
         table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}
     if experts.shared_gate:
         table["shared_gate"] = weight("D U", "embed router")
+    if experts.own_norms:
+        table |= {"router_scale": weight("D", "norm", "ones"), "expert_scale": weight("E", "norm", "ones")}
+        for name in ("norm", "post_norm", "shared_post_norm"):
+            table |= within(name, norm_weights(shape))
     return table | (within("shared", mlp_weights(shape, "S")) if experts.shared_dim else {})
 
 

@@ -23,6 +23,7 @@ from maxtext_lite.hf.layers import (
     WithoutRotation,
 )
 from maxtext_lite.hf.parts import (
+    BlockBeside,
     ExpertGroups,
     Field,
     Fixed,
@@ -56,6 +57,7 @@ PARTS: Mapping[str, Callable[..., Part]] = {
     "global_heads": GlobalHeads,
     "shared_kv": SharedKv,
     "per_layer_inputs": PerLayerInputs,
+    "moe_block": BlockBeside,
     "unrotated_layers": WithoutRotation,
     "chunked_layers": ChunkedLayers,
     "expert_groups": ExpertGroups,

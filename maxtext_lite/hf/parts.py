@@ -316,6 +316,33 @@ class PerLayerInputs(Part):
         }
 
 
+class BlockBeside(Part):
+    """Gemma 4's experts beside the dense mlp, which is their shared expert, each with norms of its own."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        if not fields.flag("enable_moe_block", False):
+            fields.drop(names)
+            return {}
+        if fields.peek("use_double_wide_mlp") and fields.peek("num_kv_shared_layers"):
+            fields.refuse("use_double_wide_mlp", True, "cannot be expressed beside enable_moe_block.")
+        keys = ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
+        sizes = {key: fields.whole(name, key=key) for key, name in zip(keys, names, strict=True)}
+        width = fields.size("intermediate_size", 1)
+        return {**sizes, "norm_placement": "each", "shared_experts": 1, "base_shared_mlp_dim": width}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        if config.num_experts == 1:
+            return {"enable_moe_block": False}
+        return {
+            "enable_moe_block": True,
+            "intermediate_size": config.shared_mlp_dim,
+            "num_experts": config.num_experts,
+            "top_k_experts": config.num_experts_per_tok,
+            "moe_intermediate_size": config.moe_mlp_dim,
+        }
+
+
 class SharedWidth(Part):
     """Granite's width of the shared expert; 0: there is none."""
 

@@ -532,7 +532,7 @@ class DecoderLayer(nnx.Module):
         normed_BTD = normed(self.mlp_norm, read_BTD)
         aux = {}
         if self.has_experts:
-            mlp_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
+            mlp_BTD, aux = self.mlp(normed_BTD, read_BTD, real_BT, drop=drop)
         else:
             mlp_BTD = self.mlp(normed_BTD)
         y_BTD = self._plus(y_BTD, normed(self.mlp_post_norm, mlp_BTD))
