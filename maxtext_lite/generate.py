@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, run_command
+from maxtext_lite.command_keys import model_arguments, parse_keys
 from maxtext_lite.config import UserError
 from maxtext_lite.hf.model_directory import directory_config
 from maxtext_lite.inference.requests import GenerateConfig

@@ -8,7 +8,8 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 
-from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, run_command, whole_number
+from maxtext_lite.command_keys import key_arguments, parse_keys
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, counted, value_text
 from maxtext_lite.config.phases import StatusLine

@@ -1,77 +1,28 @@
 """Pre-train, fine-tune (SFT) or run DPO from one config; resumes automatically."""
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from maxtext_lite.cli import ArgumentParser, config_arguments, gigabytes, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, config_arguments, gigabytes, run_command
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.bucket import any_path, is_bucket
-from maxtext_lite.config.errors import counted, value_text
+from maxtext_lite.config.errors import counted
 from maxtext_lite.config.keys import require_trackers
 from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.phases import observers, phases, process_start
-from maxtext_lite.config.types import Flag
 from maxtext_lite.console import command_signals, complain, go_on_without_stdout
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
+_OF_DATA_ONLY = ("data_only", "ids", "rows")
 
 
-class DataOnly(BaseModel):
-    """The key=value words of `train` besides the keys of a config.
-
-    Attributes:
-      data_only: read the data without a model and without a run directory, and print the speed.
-      ids: print the example ids of each step.
-      rows: print these rows instead, as A:B; "": none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    data_only: Flag = False
-    ids: Flag = False
-    rows: str = ""
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The first row, and the one after the last."""
-        first, _, stop = self.rows.partition(":")
-        return int(first), int(stop)
-
-
-def parse_data_only(words: Sequence[str]) -> DataOnly:
-    """`DataOnly` from key=value words; of several for a key, the last wins.
+def main(argv: Sequence[str]) -> int:
+    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
 
     Raises:
-      UserError: a value is not true or false, rows are none, or there is `ids` or `rows` without `data_only`.
-    """
-    asked, problems = parse_keys(DataOnly, words, texts=("rows",), example="train data_only=true ids=true")
-    if asked.ids and not asked.data_only:
-        problems.append("ids=true has no effect without data_only=true.")
-    if asked.rows and not asked.data_only:
-        problems.append(f"rows={asked.rows} has no effect without data_only=true.")
-    if asked.rows and asked.ids:
-        problems.append(f"rows={asked.rows} has no effect with ids=true. Nearest that works: ids=false.")
-    if asked.rows and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", asked.rows):
-        problems.append(f"rows={value_text(asked.rows)} is not of the form A:B. Nearest that works: rows=0:4.")
-    elif asked.rows and asked.bounds[0] >= asked.bounds[1]:
-        problems.append(
-            f"rows={asked.rows} is empty. Nearest that works: rows={asked.bounds[0]}:{asked.bounds[0] + 1}."
-        )
-    if problems:
-        raise UserError(problems)
-    return asked
-
-
-def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]:
-    """The config, the words beside it, and `--device-memory-gb`.
-
-    Raises:
-      UserError: with every problem of the arguments and the config.
+      UserError: with every problem of the arguments, the config or the data.
     """
     parser = ArgumentParser(
         prog="maxtext-lite train",
@@ -84,31 +35,19 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]
         help="memory limit of a train step per device, in GB (1e9 bytes); default: the device's",
     )
     arguments = parser.parse(argv)
-    own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
-    asked = parse_data_only(own)
-    config = load_config(arguments.config, [word for word in arguments.overrides if word not in own])
+    words = [word for word in arguments.overrides if word.partition("=")[0] in _OF_DATA_ONLY]
+    asked = None
+    if words:
+        from maxtext_lite.data_only import parse_data_only
+
+        asked = parse_data_only(words)
+    config = load_config(arguments.config, [word for word in arguments.overrides if word not in words])
     if config.run_kind == "rl":
         raise UserError("a config of reinforcement learning is not for train, but for train_rl.")
-    return config, asked, arguments.device_memory_gb
+    if asked is not None and asked.data_only:
+        from maxtext_lite.data_only import print_data
 
-
-def main(argv: Sequence[str]) -> int:
-    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
-
-    Raises:
-      UserError: with every problem of the config or the data.
-    """
-    config, asked, device_memory_gb = read_arguments(argv)
-    if asked.rows:
-        from maxtext_lite.analysis.row_lines import row_lines
-
-        for line in row_lines(config, *asked.bounds):
-            print(line, flush=True)
-        return 0
-    if asked.data_only:
-        from maxtext_lite.analysis.data_only import read_data
-
-        read_data(config, with_ids=asked.ids)
+        print_data(config, asked)
         return 0
     start_watchdog(config)
     from maxtext_lite.training import train  # imports jax, once the config is known to be right
@@ -116,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
     keep_compiled(config)
     phases.mark("import")
-    return finish(lambda config: train(config, device_memory_gb=device_memory_gb), config)
+    return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
 
 
 def start_watchdog(config: Config) -> None:
