@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, gigabytes, run_command
 from maxtext_lite.config import Config, UserError, load_config
@@ -13,16 +13,19 @@ from maxtext_lite.config.load import load_asked
 from maxtext_lite.config.phases import observers, phases, process_start
 from maxtext_lite.console import command_signals, complain, go_on_without_stdout
 
+if TYPE_CHECKING:
+    from maxtext_lite.data_only import DataOnly
+
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
 _OF_DATA_ONLY = ("data_only", "ids", "rows")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
+def read_arguments(argv: Sequence[str]) -> "tuple[Config, DataOnly | None, float | None]":
+    """The config, the words beside it where there are any, and `--device-memory-gb`.
 
     Raises:
-      UserError: with every problem of the arguments, the config or the data.
+      UserError: with every problem of the arguments and the config.
     """
     parser = ArgumentParser(
         prog="maxtext-lite train",
@@ -44,6 +47,16 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, [word for word in arguments.overrides if word not in words])
     if config.run_kind == "rl":
         raise UserError("a config of reinforcement learning is not for train, but for train_rl.")
+    return config, asked, arguments.device_memory_gb
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
+
+    Raises:
+      UserError: with every problem of the config or the data.
+    """
+    config, asked, device_memory_gb = read_arguments(argv)
     if asked is not None and asked.data_only:
         from maxtext_lite.data_only import print_data
 
@@ -55,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
     keep_compiled(config)
     phases.mark("import")
-    return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
+    return finish(lambda config: train(config, device_memory_gb=device_memory_gb), config)
 
 
 def start_watchdog(config: Config) -> None:

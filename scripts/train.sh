@@ -38,7 +38,7 @@ run_directory=$("$venv_python" -c '
 import sys
 from maxtext_lite.train import read_arguments
 config, asked, _ = read_arguments(sys.argv[1:])
-has_checkpoints = config.enable_checkpointing and not asked.data_only
+has_checkpoints = config.enable_checkpointing and not (asked and asked.data_only)
 print(f"{config.base_output_directory}/{config.run_name}" if has_checkpoints else "")
 ' "$config" "$@") || run_directory=""
 if [ -n "$run_directory" ]; then
