@@ -68,7 +68,7 @@ def _px(value: float | Fraction) -> str:
     return f"{float(value):.1f}".removesuffix(".0")
 
 
-def _text(x: float, y: float, text: str, classes: str = "ink") -> str:
+def words(x: float, y: float, text: str, classes: str = "ink") -> str:
     return f'<text class="{classes}" x="{_px(x)}" y="{_px(y)}">{html.escape(text)}</text>'
 
 
@@ -79,7 +79,7 @@ def _rect(x: float, y: float, width: float, height: float, classes: str, radius:
     )
 
 
-def _path(path: str, classes: str) -> str:
+def curve(path: str, classes: str) -> str:
     return f'<path class="{classes}" d="{path}"/>'
 
 
@@ -87,7 +87,7 @@ def _row(x: float, y: float, number: int, color: int) -> list[str]:
     """A numbered row (an example) as a square."""
     return [
         _rect(x + 1, y + 1, _CELL - 2, _CELL - 2, f"c{color}"),
-        _text(x + _CELL / 2, y + 14, str(number), "ink small middle"),
+        words(x + _CELL / 2, y + 14, str(number), "ink small middle"),
     ]
 
 
@@ -132,20 +132,20 @@ def _staircase(
         return bottom - batch / (max(batches) * 1.2) * (bottom - top)
 
     edges = [*starts, end]
-    parts = [_text(left, top - 22, f"over {label}", "ink strong")]
+    parts = [words(left, top - 22, f"over {label}", "ink strong")]
     line = f"M{_px(x(edges[0]))},{_px(y(batches[0]))}"
     for batch, first, after in zip(batches, edges, edges[1:], strict=False):
         parts.append(_rect(x(first), y(batch), x(after) - x(first), bottom - y(batch), "area", 0))
         line += f"V{_px(y(batch))}H{_px(x(after))}"
     for batch, name, first, after in zip(batches, names, edges, edges[1:], strict=False):
         parts += [
-            _path(f"M{_px(x(first))},{_px(top)}V{_px(bottom + 4)}", "rule"),
-            _text(x(first), bottom + 18, f"{first:,}", "quiet small middle"),
-            _text((x(first) + x(after)) / 2, y(batch) - 7, str(batch), "ink strong middle"),
-            _text((x(first) + x(after)) / 2, top - 4, name, "quiet small middle"),
+            curve(f"M{_px(x(first))},{_px(top)}V{_px(bottom + 4)}", "rule"),
+            words(x(first), bottom + 18, f"{first:,}", "quiet small middle"),
+            words((x(first) + x(after)) / 2, y(batch) - 7, str(batch), "ink strong middle"),
+            words((x(first) + x(after)) / 2, top - 4, name, "quiet small middle"),
         ]
-    parts.append(_path(f"M{_px(left)},{_px(bottom)}H{_px(left + width)}", "axis"))
-    parts.append(_path(line, "curve"))
+    parts.append(curve(f"M{_px(left)},{_px(bottom)}H{_px(left + width)}", "axis"))
+    parts.append(curve(line, "curve"))
     return parts
 
 
@@ -160,7 +160,7 @@ def draw_rampup() -> str:
     names = [_stage_name(index, stages) for index in range(len(stages))]
     last = stages[-1]
     body = [
-        _text(24, 30, f"global_batch_to_train on {RAMP_DEVICES} devices, {len(stages) - 1} stages of "
+        words(24, 30, f"global_batch_to_train on {RAMP_DEVICES} devices, {len(stages) - 1} stages of "
               f"{number_text(ramp.samples_per_increment)} samples each, rounded up to whole steps"),
         *_staircase(32, [stage.first_step for stage in stages], last.first_step + _STEPS_AT_TARGET, batches, names,
                     "steps (the first step of each stage)"),
@@ -181,9 +181,9 @@ def draw_rampup() -> str:
         y = 298 + 24 * line
         for column, (x, text) in enumerate(zip(columns, row, strict=True)):
             if text:
-                body.append(_text(x, y, text, "quiet" if column == 0 or line == 0 else "ink"))
-        body.append(_path(f"M24,{y + 8}H704", "rule"))
-    body.append(_text(24, 298 + 24 * len(rows) + 2, "per_device_batch_size x gradient_accumulation_steps in each "
+                body.append(words(x, y, text, "quiet" if column == 0 or line == 0 else "ink"))
+        body.append(curve(f"M24,{y + 8}H704", "rule"))
+    body.append(words(24, 298 + 24 * len(rows) + 2, "per_device_batch_size x gradient_accumulation_steps in each "
                       "stage: both modes have the same global batches", "quiet small"))  # fmt: skip
     description = f"A staircase of {len(stages)} steps. " + " ".join(
         f"{name}: from step {stage.first_step}, {stage.global_batch_to_train} examples per step."
@@ -240,27 +240,27 @@ def _loading_panel(left: float, top: float, factor: str) -> list[str]:
     devices_top = top + 58 + lines * _CELL + 66
     loads = f"{plan.loads_per_step} load{'s' if plan.loads_per_step > 1 else ''}"
     parts = [
-        _text(left, top, f"expansion_factor_real_data={factor}", "ink strong"),
-        _text(left, top + 18, f"{len(plan.loading_hosts)} of {plan.num_hosts} hosts read, {loads} of "
+        words(left, top, f"expansion_factor_real_data={factor}", "ink strong"),
+        words(left, top + 18, f"{len(plan.loading_hosts)} of {plan.num_hosts} hosts read, {loads} of "
               f"{plan.global_batch_to_load} slots for {plan.global_batch_to_train} rows", "quiet"),
     ]  # fmt: skip
     for host in range(plan.num_hosts):
         x = left + host * pitch
-        parts.append(_text(x + wide / 2, top + 44, f"host {host}", "ink middle"))
+        parts.append(words(x + wide / 2, top + 44, f"host {host}", "ink middle"))
         parts.append(_rect(x - 3, top + 52, wide + 6, lines * _CELL + 6, "box"))
         line = 0
         for load in range(plan.loads_per_step):
             rows = read.get((load, host), [])
             if plan.loads_per_step > 1 and rows:
-                parts.append(_text(x + wide / 2, top + 69 + line * _CELL, f"load {load + 1}", "quiet small middle"))
+                parts.append(words(x + wide / 2, top + 69 + line * _CELL, f"load {load + 1}", "quiet small middle"))
                 line += 1
             for index, row in enumerate(rows):
                 y = top + 55 + (line + index // per_line) * _CELL
                 parts += _row(x + index % per_line * _CELL, y, row, row // per_line)
             line += -(-len(rows) // per_line)
         if not line:
-            parts.append(_text(x + wide / 2, top + 69 + _CELL, "reads", "quiet small middle"))
-            parts.append(_text(x + wide / 2, top + 69 + 2 * _CELL - 6, "nothing", "quiet small middle"))
+            parts.append(words(x + wide / 2, top + 69 + _CELL, "reads", "quiet small middle"))
+            parts.append(words(x + wide / 2, top + 69 + 2 * _CELL - 6, "nothing", "quiet small middle"))
     for target in range(plan.num_hosts):
         (source,) = {host for (_, host), rows in read.items() for row in rows if row // per_line == target}
         ways = [host for host in range(plan.num_hosts) if _reader(read, host * per_line) == source]
@@ -269,13 +269,13 @@ def _loading_panel(left: float, top: float, factor: str) -> list[str]:
         x1, y1 = left + target * pitch + wide / 2, devices_top - 18
         middle = (y0 + y1) / 2
         parts.append(
-            _path(f"M{_px(x0)},{_px(y0)}C{_px(x0)},{_px(middle)} {_px(x1)},{_px(middle)} {_px(x1)},{_px(y1)}"
+            curve(f"M{_px(x0)},{_px(y0)}C{_px(x0)},{_px(middle)} {_px(x1)},{_px(middle)} {_px(x1)},{_px(y1)}"
                   f"m-4,-6l4,6l4,-6", f"s{target}")
         )  # fmt: skip
     for device in range(plan.num_devices):
         host, place = divmod(device, devices_of_host)
         x = left + host * pitch + place * rows_of_device * _CELL
-        parts.append(_text(x + rows_of_device * _CELL / 2, devices_top - 3, f"d{device}", "quiet small middle"))
+        parts.append(words(x + rows_of_device * _CELL / 2, devices_top - 3, f"d{device}", "quiet small middle"))
         for index in range(rows_of_device):
             parts += _row(x + index * _CELL, devices_top + 3, device * rows_of_device + index, host)
         parts.append(_rect(x + 0.5, devices_top + 2, rows_of_device * _CELL - 1, _CELL + 2, "box"))
@@ -341,19 +341,19 @@ def draw_accumulation() -> str:
     for per_device, accumulation in ACCUMULATION:
         plan = accumulation_plan(per_device, accumulation)
         slots_of_device = plan.micro_batch_slots // plan.num_devices
-        body.append(_text(24, top, f"per_device_batch_size={per_device}, gradient_accumulation_steps={accumulation}",
+        body.append(words(24, top, f"per_device_batch_size={per_device}, gradient_accumulation_steps={accumulation}",
                           "ink strong"))  # fmt: skip
         empty = plan.empty_slots_per_micro_batch
         body.append(
-            _text(24, top + 18, f"{plan.micro_batch_to_train} examples a micro-batch x "
+            words(24, top + 18, f"{plan.micro_batch_to_train} examples a micro-batch x "
                   f"{plan.gradient_accumulation_steps} = {plan.global_batch_to_train} examples a step"
                   + (f"; {empty} of {plan.micro_batch_slots} slots stay empty (dashed)" if empty else ""), "quiet")
         )  # fmt: skip
         for device in range(plan.num_devices):
-            body.append(_text(left + device * pitch + 44, top + 42, f"device {device}", "quiet small middle"))
+            body.append(words(left + device * pitch + 44, top + 42, f"device {device}", "quiet small middle"))
         for number, slots in enumerate(micro_batches(plan)):
             y = top + 50 + number * (_CELL + 8)
-            body.append(_text(24, y + 14, f"micro-batch {number}", "ink"))
+            body.append(words(24, y + 14, f"micro-batch {number}", "ink"))
             for device in range(plan.num_devices):
                 body.append(_rect(left + device * pitch, y - 2, 88, _CELL + 4, "box"))
             for slot, example in enumerate(slots):
@@ -369,7 +369,7 @@ def draw_accumulation() -> str:
             + "."
         )
         top += 50 + plan.gradient_accumulation_steps * (_CELL + 8) + 34
-    body.append(_text(24, top - 8, "The gradients of a step's micro-batches are summed; then the weights change, once.",
+    body.append(words(24, top - 8, "The gradients of a step's micro-batches are summed; then the weights change, once.",
                       "quiet"))  # fmt: skip
     description = (
         "Example j of a step is in micro-batch j mod A, slot j div A; devices have equal ranges of slots. "

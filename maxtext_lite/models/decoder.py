@@ -237,7 +237,7 @@ def _layer_of(shape: DecoderShape, path: str, block: BlockFactory) -> BlockFacto
 
     def make(*, rngs: nnx.Rngs) -> Any:
         layer = block(of_stack, rngs=rngs)
-        declare(layer, table, shape, rngs)
+        declare(layer, table, of_stack, rngs)
         for name in MTP_NORMS:
             setattr(layer, name, Norm(shape, part_of(table, name)))
         return layer

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.hf.directory import run_config_json
 from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.training.state import decoder_shape
+from tests.source_tree import REPOSITORY
 from tests.training.test_groups import changes
 
 # TINY is 4 times as wide as the base, and twice as deep.
@@ -102,3 +104,16 @@ def test_an_export_states_the_multipliers_themselves():
     assert (fields["residual_multiplier"], fields["logits_scaling"]) == (0.5, 4)
     plain = ["residual_multiplier=0.5", "logits_multiplier=0.25"]
     assert_array_equal(fields, write(load_config(None, plain)))
+
+
+def test_activations_stay_flat_in_width_and_depth(monkeypatch):
+    """The coordinate check: four times as wide and as deep, the sizes after ten steps are the same within a third."""
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    check = importlib.import_module("coordinate_check")
+    complete_p = check.PARAMETERIZATIONS["CompleteP"]
+    base = check.measure(32, 2, complete_p)
+    for width, depth in ((128, 2), (32, 8)):
+        found = check.measure(width, depth, complete_p)
+        for quantity, sizes in base.items():
+            assert found[quantity][-1] == pytest.approx(sizes[-1], rel=0.33)
+    assert check.measure(128, 2, [])["stream"][-1] > 10 * base["stream"][-1]
