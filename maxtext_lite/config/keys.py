@@ -710,6 +710,7 @@ class OptimizerConfig(Section):
     max_skipped_updates: Count
     max_loss_spike: NotNegative
     loss_spike_action: Literal["exclude", "stop"]
+    qk_clip_threshold: NotNegative
     optimizer_state_dtype: Literal["float32", "bfloat16", "int8"]
     optimizer_memory_host_offload: Flag
 

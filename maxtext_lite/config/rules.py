@@ -548,6 +548,17 @@ def _state_dtype(config: Config) -> Refusal | None:
     return refuse(config, "optimizer_state_dtype", rule, "float32")
 
 
+def _qk_clip(config: Config) -> Refusal | None:
+    if not config.qk_clip_threshold:
+        return None
+    rule = "with qk_clip_threshold: scaled weights must scale the logits"
+    refusal = refuse_unused(config, {"qk_norm": "none", "clip_qkv": 0, "lora_rank": 0}, rule)
+    if refusal is None and config.first_num_dense_layers and config.pipeline_schedule == "1f1b":
+        rule = "with qk_clip_threshold: that schedule has no logits of first_num_dense_layers"
+        refusal = refuse(config, "pipeline_schedule", rule, "gpipe", {"qk_clip_threshold": 0})
+    return refusal
+
+
 def _diloco(config: Config) -> Refusal | None:
     """Between synchronizations a replica knows only its own examples, parameters and optimizer state."""
     if not config.enable_diloco:
@@ -719,6 +730,7 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _scaled_adam,
     _scaled_by_stage,
     _state_dtype,
+    _qk_clip,
     _diloco,
     _remat_lists,
     _number_format,

@@ -17,12 +17,22 @@ from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.layers import Block, DecoderLayer
 from maxtext_lite.models.ops import Adapted, root_key, soft_capped
-from maxtext_lite.models.shape import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, DecoderShape, ExpertShape, Lora
+from maxtext_lite.models.shape import (
+    BALANCE,
+    DROPPED,
+    EXPERT_COUNTS,
+    LARGEST_LOGITS,
+    ROUTER_Z,
+    DecoderShape,
+    ExpertShape,
+    Lora,
+)
 
 __all__ = [
     "BALANCE",
     "DROPPED",
     "EXPERT_COUNTS",
+    "LARGEST_LOGITS",
     "ROUTER_Z",
     "Adapted",
     "Block",

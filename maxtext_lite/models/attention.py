@@ -17,6 +17,7 @@ from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
+    context_order,
     context_shards,
     from_all_shards,
     over_shards,
@@ -314,6 +315,32 @@ def attention(
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to skip
     kernel_attention = resolve(kernel_named(kernel).computes)
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
+
+
+def largest_logits(q_BTNH: Array, k_BSKH: Array, segment_BT: Array, scoring: Scoring = PLAIN) -> Array:
+    """Each head's largest score [B, N] before its soft cap over all keys that real tokens see, or 0 if none is larger.
+
+    The arguments are those of `attention`. It has no gradient, and computes all scores once more, tile by tile of keys.
+    """
+    num_tokens = q_BTNH.shape[1]
+    q_BTKGH = grouped(jax.lax.stop_gradient(q_BTNH), k_BSKH.shape[2])
+    number_T = jnp.asarray(context_order(num_tokens, context_shards()))
+    keys = (jax.lax.stop_gradient(k_BSKH), segment_BT, number_T[None])
+    k_BSKH, segment_BS, number_1S = (whole_blocks(x, _TILE, value=-1) for x in keys)
+
+    def look(largest_BKG: Array, first: Array) -> tuple[Array, None]:
+        k_BSKH_, segment_BS_, number_1S_ = (part(x, first, _TILE, 1) for x in (k_BSKH, segment_BS, number_1S))
+        distance_TS = number_T[:, None] - number_1S_
+        seen_BTS = (segment_BT[:, :, None] == segment_BS_[:, None]) & (segment_BT > 0)[:, :, None] & (distance_TS >= 0)
+        if scoring.window is not None:
+            seen_BTS &= distance_TS < scoring.window
+        score_BKGTS = scoring.scale_of(q_BTNH.shape[-1]) * _dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH_)
+        score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, 0)
+        return jnp.maximum(largest_BKG, jnp.max(score_BKGTS, axis=(-2, -1))), None
+
+    zeros_BKG = jnp.zeros((len(q_BTNH), *q_BTKGH.shape[2:4]), jnp.float32)
+    found_BKG, _ = jax.lax.scan(look, zeros_BKG, jnp.arange(0, k_BSKH.shape[1], _TILE))
+    return found_BKG.reshape(len(q_BTNH), -1)
 
 
 _TILE = 512

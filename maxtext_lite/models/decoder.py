@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import MTP_LAYERS, MTP_NORMS, end_weights, is_matrix, mtp_weights, part_of
-from maxtext_lite.models.attention import attention
+from maxtext_lite.models.attention import attention, largest_logits
 from maxtext_lite.models.layers import (
     HEADS_AXES,
     RESIDUAL_AXES,
@@ -35,20 +35,23 @@ from maxtext_lite.models.layers import (
 )
 from maxtext_lite.models.ops import Rotation, project, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
-from maxtext_lite.models.shape import EXPERT_COUNTS, DecoderShape
+from maxtext_lite.models.shape import EXPERT_COUNTS, LARGEST_LOGITS, DecoderShape
 from maxtext_lite.parallel import Params, Tree, constrain
 
 if TYPE_CHECKING:
     from maxtext_lite.parallel.pipeline import Pipeline
 
 
+OF_LAYERS = (EXPERT_COUNTS, LARGEST_LOGITS)
+
+
 def with_layer(aux: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
     """The stream's `aux` after a layer that adds `more`.
 
-    EXPERT_COUNTS [B, L, E] is shifted by one layer, and this layer's counts are appended.
+    Entries [B, L, ...] of all layers are shifted by one layer, and this layer's is appended.
     """
     return aux | {
-        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
+        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name in OF_LAYERS else aux[name] + x
         for name, x in more.items()
         if name in aux
     }
@@ -165,7 +168,7 @@ class Stream(NamedTuple):
       segment_BT: document number of each token.
       position_BT: position of each token in its document.
       aux: sums over the layers so far of what `experts.ExpertShape.aux_axes` names, [B] or [B, T], and the
-        EXPERT_COUNTS of the last L layers with experts; {} without experts.
+        EXPERT_COUNTS of the last L layers with experts; {} without experts. With qk_clip_threshold, LARGEST_LOGITS too.
       own_LBTY: each layer's own inputs; None: there are none.
     """
 
@@ -180,19 +183,25 @@ def stream_axes(shape: DecoderShape) -> Tree:
     """Logical axes of a stream's arrays."""
     token_axes: Any = ("batch", "length")
     aux_axes: Any = {} if shape.experts is None else shape.experts.aux_axes
+    if shape.keeps_largest_logits:
+        aux_axes[LARGEST_LOGITS] = ("batch", None, "activation_heads")
     return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
 
 
 def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, Array]:
     """The `aux` of a stream of rows of this many tokens before the first layer: zeros."""
     experts = shape.experts
+    largest = {}
+    if shape.keeps_largest_logits:
+        num_layers = shape.num_layers + shape.mtp_num_layers
+        largest[LARGEST_LOGITS] = jnp.zeros((num_rows, num_layers, shape.num_query_heads), jnp.float32)
     if experts is None:
-        return {}
+        return largest
     sizes = (num_rows, num_tokens)
     aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
     if experts.counts:
         aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
-    return aux
+    return aux | largest
 
 
 class _Modules(nnx.Module):
@@ -427,7 +436,7 @@ class Decoder:
     def _attend_to(self, stream: Stream) -> Callable[[str, Any, None], Attend | Memory]:
         """The attention or memory of each kind of layer over the stream's own tokens.
 
-        It keeps the last layer's keys and values of each kind where others share them, or nothing.
+        It keeps the last layer's keys and values of each kind where others share them, or largest logits, or nothing.
         """
 
         def of_layer(kind: str, layer: Any, cache: Any) -> Attend | Memory:
@@ -445,6 +454,8 @@ class Decoder:
                 if cache is not None and k_BTKH is None:
                     k_BTKH, v_BTKH = cache[kind]
                 kept = None if cache is None else {**cache, kind: (k_BTKH, v_BTKH)}
+                if self.shape.keeps_largest_logits:
+                    kept = largest_logits(q_BTNH, k_BTKH, segment_BT, scoring)
                 return attention(
                     q_BTNH, k_BTKH, v_BTKH, segment_BT, sink_N, kernel=kernel, strategy=strategy, scoring=scoring
                 ), kept
@@ -518,6 +529,8 @@ class Decoder:
             module = nnx.merge(graph, params)
             own = {} if own_BTY is None else {"own_BTY": own_BTY}
             x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop, **own)
+            if cache is None and LARGEST_LOGITS in aux:
+                more = {**more, LARGEST_LOGITS: jnp.zeros_like(aux[LARGEST_LOGITS][:, 0]) if kept is None else kept}
             return x_BTD, with_layer(aux, more), None if cache is None else kept
 
         if shape.saved is not None:

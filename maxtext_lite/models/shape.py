@@ -24,6 +24,10 @@ EXPERT_COUNTS = "expert_counts"
 """Likewise, int32: the tokens of each example that chose each expert; [B, E] of a layer, [B, L, E] in the stream, for
 the L layers with experts."""
 
+LARGEST_LOGITS = "largest_logits"
+"""Likewise, float32, without gradients: each head's largest score before softmax and soft cap, or 0; [B, N] of a layer,
+[B, L, N] in the stream."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShape(ExpertSizes):
@@ -114,6 +118,7 @@ class DecoderShape(ModelShape):
       query_scalar: scores are divided by its square root; 0: head_dim.
       inverse_layer_scaling: scores of layer l, counted from 1, are divided by l too.
       position_temperature: how queries grow with their positions; None: they do not.
+      keeps_largest_logits: the stream has LARGEST_LOGITS.
       clip_qkv: c: queries, keys and values are clipped to -c ... c; 0: they are not.
       residual_multiplier: of the outputs of attention and mlp before they are added to the stream.
       logits_multiplier: of logits, before their soft cap.
@@ -140,6 +145,7 @@ class DecoderShape(ModelShape):
     query_scalar: float = 0.0
     inverse_layer_scaling: bool = False
     position_temperature: PositionTemperature | None = None
+    keeps_largest_logits: bool = False
     clip_qkv: float = 0.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext_lite.models import EXPERT_COUNTS, empty_aux
+from maxtext_lite.models import EXPERT_COUNTS, LARGEST_LOGITS, empty_aux
 from maxtext_lite.parallel import (
     Params,
     constrain,
@@ -38,6 +38,7 @@ class StepGradients(NamedTuple):
       gradients: of the mean loss, float32.
       losses: means over what the objective counts.
       expert_counts: `Outputs.expert_counts`.
+      largest_logits: `Outputs.largest_logits`, of which the largest is taken and not the sum.
       counts: `target_tokens`, `examples` (rows with a token, by example), and the objective's divisor.
       group_squares: sum over groups of (W / w) x |G|^2; 0 in a step with one group. A group is one replica's part of
         one micro-batch, w its count, W the step's count, and G = (w / W) x the group's mean gradient its part of
@@ -48,6 +49,7 @@ class StepGradients(NamedTuple):
     gradients: Params
     losses: LossSums
     expert_counts: Array | None
+    largest_logits: Array | None
     counts: dict[str, Array]
     group_squares: Array
     groups: Array
@@ -101,6 +103,7 @@ def zero_gradients(parts: StepContext) -> StepGradients:
         gradients=_constrain_accumulator(parts, accumulator),
         losses=zero_sums(decoder, zeros_R, *parts.objective.own_sums),
         expert_counts=empty_aux(decoder.shape, num_replicas, 0).get(EXPERT_COUNTS),
+        largest_logits=empty_aux(decoder.shape, num_replicas, 0).get(LARGEST_LOGITS),
         counts=dict.fromkeys(("target_tokens", parts.objective.divisor, "examples"), none_R),
         group_squares=zeros_R,
         groups=none_R,
@@ -158,9 +161,12 @@ def accumulate_micro_batches(
         num_micro_batches = rows["weights"].shape[0]
 
     def add(sums: StepGradients, gradients: Params, found: MicroBatchSums) -> StepGradients:
-        losses, expert_counts = jax.tree.map(jnp.add, (sums.losses, sums.expert_counts), found)
+        *added, largest = found
+        losses, expert_counts = jax.tree.map(jnp.add, (sums.losses, sums.expert_counts), tuple(added))
+        largest = jax.tree.map(jnp.maximum, sums.largest_logits, largest)
         accumulator = _constrain_accumulator(parts, parts.optimizer.accumulate(sums.gradients, gradients))
-        return sums._replace(gradients=accumulator, losses=losses, expert_counts=expert_counts)
+        sums = sums._replace(gradients=accumulator, losses=losses, expert_counts=expert_counts)
+        return sums._replace(largest_logits=largest)
 
     if parts.is_interleaved:
         from maxtext_lite.training.interleaved import run_1f1b  # only this schedule needs it
@@ -170,7 +176,7 @@ def accumulate_micro_batches(
     def loss(params: Params, frozen: Params | None, factor: Array, rows: Rows) -> tuple[Array, MicroBatchSums]:
         outputs = forward(decoder, decoder.joined(params, frozen), rows, parts.config)
         loss, sums = parts.objective.loss(outputs, rows, factor)
-        return loss, (sums, outputs.expert_counts)
+        return loss, (sums, outputs.expert_counts, outputs.largest_logits)
 
     own = (0, 2) if parts.local else (2,)
     differentiate = vmap_over_data(jax.value_and_grad(loss, has_aux=True), parts.num_replicas, own=own, rows=(3,))
@@ -202,7 +208,8 @@ def sum_over_replicas(
         gradients = _constrain_accumulator(parts, sums.gradients)
     else:
         # With a dtype: jnp.sum would otherwise widen bfloat16, and float32 would cross the network.
-        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0, dtype=x_R.dtype), sums)
+        largest = jax.tree.map(lambda x_R: jnp.max(x_R, axis=0), sums.largest_logits)
+        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0, dtype=x_R.dtype), sums)._replace(largest_logits=largest)
         # With ZeRO-1 each replica receives only its share.
         gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(parts))
     step = sums._replace(gradients=jax.tree.map(lambda g: g.astype(jnp.float32), gradients))

@@ -141,7 +141,7 @@ class _Schedule:
                 ahead = [self._split(each) for each in ahead]
                 outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, tokens, ahead)
                 loss, sums = self._parts.objective.loss(outputs, leaving, factor)
-                return loss, (sums, outputs.expert_counts)
+                return loss, (sums, outputs.expert_counts, outputs.largest_logits)
 
             aux = {name: x for name, x in stream.aux.items() if name != EXPERT_COUNTS}  # which has no gradient
             differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder, Stream, soft_capped
+from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, LARGEST_LOGITS, ROUTER_Z, Decoder, Stream, soft_capped
 from maxtext_lite.models.layers import OutputHead, projected
 from maxtext_lite.models.ops import product
 from maxtext_lite.parallel import (
@@ -47,7 +47,7 @@ class LossSums(NamedTuple):
     aux: dict[str, Array]
 
 
-MicroBatchSums: TypeAlias = tuple[LossSums, Array | None]
+MicroBatchSums: TypeAlias = tuple[LossSums, Array | None, Array | None]
 """The sums of losses and the expert counts of the rows of one forward pass."""
 
 
@@ -364,6 +364,12 @@ class Outputs:
         """The tokens that chose each expert of each layer, int32 [L, E]; None where no router's bias needs them."""
         counts_BLE = self.aux.get(EXPERT_COUNTS)
         return None if counts_BLE is None else jnp.sum(counts_BLE, axis=0)
+
+    @property
+    def largest_logits(self) -> Array | None:
+        """The largest logit of each head of each layer, [L, N]; None without qk_clip_threshold."""
+        largest_BLN = self.aux.get(LARGEST_LOGITS)
+        return None if largest_BLN is None else jnp.max(largest_BLN, axis=0)
 
     def auxiliary_loss(self, weight_BT: Array, example_weight_B: Array) -> tuple[Array, dict[str, Array]]:
         """The experts' part of the summed loss, and sums by name.

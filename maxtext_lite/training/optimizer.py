@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.schedule import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.config.registry import load
-from maxtext_lite.config.weights import is_in_group
+from maxtext_lite.config.weights import is_in_group, model_shape
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, root_key, unstacked
@@ -131,6 +132,7 @@ class GradientAccumulation(optax.MultiSteps):
       has_rate: the inner optimizer applies its own learning rate.
       state_dtype: of the inner optimizer's moments between updates.
       seed: of their rounding.
+      clip_heads: (parameters, largest logits [L, N]) -> the parameters to keep after an update.
       ema_decay: of the moving average of the parameters; 0: there is none.
     """
 
@@ -150,6 +152,7 @@ class GradientAccumulation(optax.MultiSteps):
         has_rate: bool = False,
         state_dtype: str = "float32",
         seed: int = 0,
+        clip_heads: Callable[[Tree, Array], Tree] | None = None,
         ema_decay: float = 0.0,
     ):
         if biases is not None:
@@ -167,6 +170,7 @@ class GradientAccumulation(optax.MultiSteps):
         self._has_rate = has_rate
         self.state_dtype = state_dtype
         self._seed = seed
+        self._clip_heads = clip_heads
         self.ema_decay = ema_decay
 
     def init(self, params: Tree) -> optax.MultiStepsState:
@@ -262,6 +266,7 @@ class GradientAccumulation(optax.MultiSteps):
         params: Tree,
         learning_rate: Array,
         expert_counts: Array | None = None,
+        largest_logits: Array | None = None,
     ) -> tuple[Tree, optax.MultiStepsState]:
         """The parameters and the state after an update with the whole step's float32 gradients.
 
@@ -277,12 +282,13 @@ class GradientAccumulation(optax.MultiSteps):
         if not self._has_rate:
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
         updates = self._set_bias_updates(updates, wide, expert_counts)
-        if master is None:
-            new_params = optax.apply_updates(params, updates)
-        else:
-            master = optax.apply_updates(master, updates)
-            new_params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-            inner = WithMaster(inner, master)
+        new_params = optax.apply_updates(params if master is None else master, updates)
+        if self._clip_heads is not None:
+            assert largest_logits is not None
+            new_params = self._clip_heads(new_params, largest_logits)
+        if master is not None:
+            inner = WithMaster(inner, new_params)
+            new_params = jax.tree.map(lambda m, p: m.astype(p.dtype), new_params, params)
         state = state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
         return new_params, self.narrow(state)
 
@@ -488,6 +494,7 @@ def make_optimizer(
         ema_decay=config.ema_decay,
         state_dtype=config.optimizer_state_dtype,
         seed=config.seed,
+        clip_heads=_head_clipping(config),
     )
 
 
@@ -517,6 +524,14 @@ def _scaled(inner: optax.GradientTransformation, multipliers: Tree) -> optax.Gra
         return jax.tree.map(optax.tree.scale, multipliers, updates), state
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def _head_clipping(config: Config) -> Callable[[Tree, Array], Tree] | None:
+    if not config.qk_clip_threshold:
+        return None
+    from maxtext_lite.models.qk_clip import clip_heads
+
+    return functools.partial(clip_heads, threshold=config.qk_clip_threshold, shape=model_shape(config))
 
 
 def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:

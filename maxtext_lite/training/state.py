@@ -203,7 +203,10 @@ def make_plain_decoder(config: Config) -> Decoder:
 
     The training kernel of attention need not run here: decoding attends over its cache.
     """
-    return make_decoder(config.model_copy(update={"attention": "dot_product", "lora_rank": 0}), jax.default_backend())
+    return make_decoder(
+        config.model_copy(update={"attention": "dot_product", "lora_rank": 0, "qk_clip_threshold": 0}),
+        jax.default_backend(),
+    )
 
 
 def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Params:
@@ -242,6 +245,7 @@ def decoder_shape(config: Config) -> DecoderShape:
         query_scalar=config.query_pre_attn_scalar,
         inverse_layer_scaling=config.inverse_layer_scaling,
         position_temperature=config.position_temperature,
+        keeps_largest_logits=config.qk_clip_threshold > 0,
         clip_qkv=config.clip_qkv,
         residual_multiplier=config.residual_multiplier,
         logits_multiplier=config.logits_multiplier,

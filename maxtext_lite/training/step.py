@@ -122,7 +122,8 @@ def _update_replica(
     old_params = params
     if optimizer.over_data:
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
-    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, step.expert_counts)
+    of_batch = (step.expert_counts, step.largest_logits)
+    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, *of_batch)
     params = choose(is_applied, new_params, params)
     opt_state = choose(is_applied, new_opt_state, opt_state)
     progress = choose(is_applied, new_progress, progress)
@@ -141,6 +142,8 @@ def _update_replica(
         "groups": step.groups,
         "group_squares": step.group_squares,
     }
+    if step.largest_logits is not None:
+        metrics["largest_attention_logit"] = jnp.max(step.largest_logits)
     if parts.config.z_loss_multiplier:
         metrics["z_loss"] = parts.config.z_loss_multiplier * step.losses.z_loss
     metrics |= objective.metrics(step.losses.aux, num_counted, parts.config)
