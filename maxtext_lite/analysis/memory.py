@@ -496,6 +496,11 @@ def _in_use(layer: LayerOnDevice) -> Iterator[MemoryLine]:
         if sum(line.bytes for line in lines) > sum(line.bytes for line in largest):
             largest = lines
     yield from largest
+    if config.qk_clip_threshold:
+        size = 2 * 4 * tokens * layer.heads * min(512, config.max_target_length)
+        yield _line(
+            "scores of a tile of keys", size, "for qk_clip_threshold, before and after the mask", ("attention",)
+        )
     why = "projections or rows, hidden values and their gradients"
     mlps = (layer, layer.without_experts, layer.without_keys)
     yield _line("mlp of a layer", max(each.mlp_bytes() for each in mlps), why, ("mlp",))

@@ -318,7 +318,7 @@ class StepModel:
         matmul = attention = memory = compute = 0.0
         for each in self._operations:
             times = 1 + each.backward + (each.name not in kept if kept is not None else 0)
-            quantized = each.name not in ("context", "logits")
+            quantized = each.name not in ("context", "logits", "largest logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
             reads = runs
@@ -470,7 +470,7 @@ def kept_names(config: Config) -> frozenset[str] | None:
     remat = remat_of(config)
     if remat is None:
         return None
-    unasked = ("logits", *(("mlpwo",) if config.norm_placement == "pre" else ()))
+    unasked = ("logits", "largest logits", *(("mlpwo",) if config.norm_placement == "pre" else ()))
     return frozenset((*remat.saved, *remat.offloaded, *unasked))
 
 
@@ -485,6 +485,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     layers = config.base_num_decoder_layers / sizes["stage"] + config.mtp_num_layers
     tensor = sizes["tensor"]
     heads = config.base_num_query_heads / tensor
+    length = config.max_target_length
     shape = model_shape(config)
     # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
     emb = config.base_emb_dim
@@ -512,8 +513,9 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
         values = own.num_kv_heads / tensor * own.value_dim
         yield Operation("", ((queries, headed * here), (keys, headed * here)))
         attended += [(size, here) for size in (queries, keys, values, heads * own.value_dim)]
+        if config.qk_clip_threshold:  # scores of all keys, written and read, in the forward pass alone
+            yield Operation("largest logits", ((length * heads, 2 * here),), length * queries * here, backward=0)
         merged += [(queries, 15 * others * here), (keys + values, 14 * others * here)]
-    length = config.max_target_length
     of_layers = float(attended_pairs(config.model_copy(update={"mtp_num_layers": 0}), length))
     pairs = of_layers / length / stages + (float(attended_pairs(config, length)) - of_layers) / length
     scores = pairs * heads * (config.head_dim + config.value_dim)

@@ -20,17 +20,19 @@ def clip_heads(params: Tree, largest_LN: Array, *, threshold: float, shape: Mode
     Source: Kimi Team 2025, arXiv:2507.20534, section 2.1; it has no grouped queries.
     """
     factor_LN = threshold / jnp.maximum(largest_LN, threshold)
-    table = attention_weights(shape)
-    powers = _powers(shape)
 
     def clip(path: TreePath, weight: Array) -> Array:
-        names = [entry.key for entry in path]
-        if names[-2] != "attention" or names[-1] not in powers:
+        *stack, part, name = (entry.key for entry in path)
+        if part != "attention":
             return weight
-        layers = np.array(shape.stacks["/".join(names[:-2])])
-        dims = len(table[names[-1]].dims)  # the last two of them are N and the head's
-        factor_LN1 = factor_LN[layers].reshape(*weight.shape[:-dims], *[1] * (dims - 2), -1, 1)
-        return (weight * factor_LN1 ** powers[names[-1]]).astype(weight.dtype)
+        stack = "/".join(stack)
+        of_stack = shape.of_stack(stack)
+        power = _powers(of_stack).get(name)
+        if power is None:
+            return weight
+        dims = len(attention_weights(of_stack)[name].dims)  # the last two of them are N and the head's
+        factor_LN1 = factor_LN[np.array(shape.stacks[stack])].reshape(*weight.shape[:-dims], *[1] * (dims - 2), -1, 1)
+        return (weight * factor_LN1**power).astype(weight.dtype)
 
     return jax.tree_util.tree_map_with_path(clip, params)
 

@@ -363,7 +363,7 @@ def _opt_state_shardings(parts: StepContext) -> Tree:
             shape, where = sharding_of.get(names[first:], ((), everywhere))
             if shape == leaf.shape:
                 return where
-            if shape and shape[:-1] == leaf.shape[:-1]:  # scales of blocks
+            if leaf.ndim == len(shape) > 0 and shape[:-1] == leaf.shape[:-1]:  # scales of blocks
                 return with_dims(where, len(shape), len(shape) - 1, len(shape), 1)
             for dim in reversed(range(len(shape))):
                 if (*shape[:dim], *shape[dim + 1 :]) == leaf.shape:
