@@ -305,19 +305,19 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
     def plain(rows: Rows) -> Kernel:
         def loss(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
             @functools.partial(jax.checkpoint, prevent_cse=False)
-            def plus(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            def of_tile(tile: tuple[jax.Array, ...]) -> jax.Array:
                 x_BtD, target_Bt, weight_Bt = tile
                 logits: Any = jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
                 logits = soft_capped(multiplier * logits, cap) if cap else multiplier * logits
                 partition_Bt: Any = jax.nn.logsumexp(logits, axis=-1)
                 nll_Bt = partition_Bt - jnp.take_along_axis(logits, target_Bt[..., None], axis=-1)[..., 0]
-                return total + jnp.sum(weight_Bt * (nll_Bt + z_loss_multiplier * jnp.square(partition_Bt))), None
+                return jnp.sum(weight_Bt * (nll_Bt + z_loss_multiplier * jnp.square(partition_Bt)))
 
             pieces = [
                 jnp.moveaxis(x.reshape(len(x), num_tiles, -1, *x.shape[2:]), 1, 0)
                 for x in (x_BTD, rows["targets"], rows["weights"])
             ]
-            return jax.lax.scan(plus, jnp.zeros([]), tuple(pieces))[0]
+            return jnp.sum(jax.lax.map(of_tile, tuple(pieces)))
 
         return loss
 

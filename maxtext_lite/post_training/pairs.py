@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from maxtext_lite.post_training.policy import ROLLOUT
+from maxtext_lite.data.rows import FIELDS, field_dtype, segments_row
+from maxtext_lite.post_training.policy import ADVANTAGES, ROLLOUT
 from maxtext_lite.post_training.prompts import Prompt
 from maxtext_lite.post_training.rewards import Scores
 from maxtext_lite.post_training.rollout import Response
@@ -148,24 +149,18 @@ class Chunk:
         Args:
           compares: with the sampler's log-probabilities.
         """
-        shape = (1, num_slots, num_tokens)
-        rows: dict[str, np.ndarray] = {
-            name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")
-        }
-        names = ("weights", "advantages", *([ROLLOUT] if compares else []))
-        rows |= {name: np.zeros(shape, np.float32) for name in names}
+        names = (*FIELDS, ADVANTAGES, *([ROLLOUT] if compares else []))
+        rows = {name: np.zeros((1, num_slots, num_tokens), field_dtype(name)) for name in names}
         for slot, (prompt, response) in enumerate(zip(self.sampled.prompts, self.sampled.responses, strict=True)):
-            token_ids = [*prompt.token_ids, *response.token_ids]
+            token_ids = np.array([*prompt.token_ids, *response.token_ids])
             length = len(token_ids) - 1
-            assert length <= num_tokens, "a pair fits a row"
-            rows["tokens"][0, slot, :length] = token_ids[:-1]
-            rows["targets"][0, slot, :length] = token_ids[1:]
-            rows["segments"][0, slot, :length] = 1
-            rows["positions"][0, slot, :length] = np.arange(length)
-            rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = self.scores.is_scored[slot]
-            rows["advantages"][0, slot, :length] = self.advantages[slot]
+            first = len(prompt.token_ids) - 1  # of the response's targets
+            is_learned = (np.arange(length) >= first) & self.scores.is_scored[slot]
+            for name, x in segments_row([(token_ids, is_learned)], num_tokens).items():
+                rows[name][0, slot] = x
+            rows[ADVANTAGES][0, slot, :length] = self.advantages[slot]
             if compares:
-                rows[ROLLOUT][0, slot, len(prompt.token_ids) - 1 : length] = response.log_probabilities
+                rows[ROLLOUT][0, slot, first:length] = response.log_probabilities
         return rows
 
     def lines(self, step: int) -> list[dict[str, object]]:

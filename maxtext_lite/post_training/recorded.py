@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -87,11 +88,13 @@ def write_batch(path: Path, batch: Chunk, computed: Mapping[str, np.ndarray] = M
     arrays: dict[str, np.ndarray] = {
         "position": np.array([position for _, position, _ in keys]),
         "prompt_number": np.array([prompt.number for prompt in prompts]),
-        "prompt_ids": _padded([prompt.token_ids for prompt in prompts], np.int32),
+        "prompt_ids": np.concatenate([prompt.token_ids for prompt in prompts], dtype=np.int32),
         "prompt_tokens": np.array([len(prompt.token_ids) for prompt in prompts]),
-        "response_ids": _padded([response.token_ids for response in responses], np.int32),
+        "response_ids": np.concatenate([response.token_ids for response in responses], dtype=np.int32),
         "response_tokens": np.array([len(response.token_ids) for response in responses]),
-        "rollout_log_probabilities": _padded([response.log_probabilities for response in responses], np.float32),
+        "rollout_log_probabilities": np.concatenate(
+            [response.log_probabilities for response in responses], dtype=np.float32
+        ),
         "ended": np.array([response.ended for response in responses]),
         "reward": scores.total,
         "reward_failed": scores.has_failed,
@@ -124,19 +127,22 @@ def read_batch(path: Path) -> Chunk:
         errors=int(arrays["reward_errors"]),
         messages=[],
     )
+
+    def split(name: str, lengths: str) -> list[list[Any]]:
+        parts = np.split(arrays[name], np.cumsum(arrays[lengths])[:-1])
+        return [part.tolist() for part in parts]
+
+    prompts = [
+        Prompt(number, "", tuple(token_ids), {})
+        for number, token_ids in zip(
+            arrays["prompt_number"].tolist(), split("prompt_ids", "prompt_tokens"), strict=True
+        )
+    ]
+    log_probabilities = split("rollout_log_probabilities", "response_tokens")
+    responses = map(Response, split("response_ids", "response_tokens"), log_probabilities, arrays["ended"].tolist())
     each = int(arrays["num_generations"])
-    prompts: list[Prompt] = []
-    responses: list[Response] = []
-    keys: list[tuple[int, ...]] = []
-    for pair, position in enumerate(arrays["position"].tolist()):
-        prompt_ids = arrays["prompt_ids"][pair, : arrays["prompt_tokens"][pair]]
-        length = arrays["response_tokens"][pair]
-        token_ids = arrays["response_ids"][pair, :length].tolist()
-        log_probabilities = arrays["rollout_log_probabilities"][pair, :length].tolist()
-        prompts.append(Prompt(int(arrays["prompt_number"][pair]), "", tuple(prompt_ids.tolist()), {}))
-        responses.append(Response(token_ids, log_probabilities, bool(arrays["ended"][pair])))
-        keys.append((TRAINING, position, pair % each))
-    sampled = Sampled(prompts, responses, [""] * len(prompts), keys)
+    keys = [(TRAINING, position, pair % each) for pair, position in enumerate(arrays["position"].tolist())]
+    sampled = Sampled(prompts, [*responses], [""] * len(prompts), keys)
     return Chunk(sampled, scores, arrays["advantages"], each)
 
 
@@ -147,11 +153,3 @@ def recorded_in(directory: Path) -> Recorded:
         for group in read_batch(path).groups():
             groups[group.sampled.keys[0][1]] = group
     return Recorded(groups)
-
-
-def _padded(sequences: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """[sequences, longest], with zeros at the ends."""
-    found = np.zeros((len(sequences), max(map(len, sequences))), dtype)
-    for row, values in zip(found, sequences, strict=True):
-        row[: len(values)] = values
-    return found

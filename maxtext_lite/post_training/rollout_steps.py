@@ -23,7 +23,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import install_text, refuse
 from maxtext_lite.config.phases import phases, status_line
 from maxtext_lite.data import Tokenizer, check_vocabulary, example_ids, load_tokenizer
-from maxtext_lite.data.rows import FIELDS
+from maxtext_lite.data.rows import FIELDS, field_dtype
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.inference.stream_text import decode_after
@@ -792,11 +792,10 @@ class RolloutSteps:
         batch = self._batch
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        names = ["weights", ADVANTAGES, OLD]
+        names = [*FIELDS, ADVANTAGES, OLD]
         names += [REFERENCE] if self._reference else []
         names += [ROLLOUT] if self._rl.policy.compares else []
-        dtypes = dict.fromkeys(FIELDS, np.int32) | dict.fromkeys(names, np.float32)
-        abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
+        abstract = {name: jax.ShapeDtypeStruct(sizes, field_dtype(name), sharding=where) for name in names}
         whole = run.restore_unfinished(abstract)
         chunks: list[Rows] = []
         for chunk in range(batch.micro_batches):
