@@ -14,7 +14,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.records import json_text
 from maxtext_lite.hf.chat import ChatTemplate, chat_template, check_contents
 from maxtext_lite.inference.requests import GenerateConfig
-from maxtext_lite.inference.sampler import Sampler, finite_tokens, load_on_mesh, mesh_problems
+from maxtext_lite.inference.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.inference.stream_text import TextTokens, TimedTokens, WrittenText, write_texts
 from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import start_devices
@@ -103,14 +103,15 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
         def stream(prompts: list[list[int]]) -> TimedTokens:
             if problems := _length_problems(prompts, asked, config):  # of a later turn
                 raise UserError(problems)
-            tokens = sampler.stream(
-                prompts,
-                max_new_tokens=asked.max_new_tokens,
-                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
-                stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
-                seed=asked.seed,
+            return TimedTokens(
+                sampler.stream(
+                    prompts,
+                    max_new_tokens=asked.max_new_tokens,
+                    sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+                    stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
+                    seed=asked.seed,
+                )
             )
-            return TimedTokens(finite_tokens(tokens, "the continuation of prompt {}".format, config.dtype))
 
         if prompter and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
             _converse(stream, prompter)

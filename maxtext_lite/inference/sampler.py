@@ -65,19 +65,6 @@ def check_finite(value: float, what: str, dtype: str) -> None:
         raise UserError(f"{what} has the log-probability {value} in dtype={dtype}: {why}.{nearest_clause(wider)}")
 
 
-def finite_tokens(
-    tokens: Iterator[tuple[int, int, float]], what: Callable[[int], str], dtype: str
-) -> Iterator[tuple[int, int, float]]:
-    """The tokens of `Sampler.stream`; `what` names the text of a prompt's number.
-
-    Raises:
-      UserError: the log-probability of one is not finite.
-    """
-    for number, token, log_probability in tokens:
-        check_finite(log_probability, what(number), dtype)
-        yield number, token, log_probability
-
-
 def cast_once(decoder: Decoder, params: Params) -> Params:
     """`Decoder.cast`, or the parameters themselves if they all have their dtypes already."""
     same = jax.tree.map(lambda x, cast: x.dtype == cast.dtype, params, jax.eval_shape(decoder.cast, params))
@@ -130,11 +117,17 @@ class Sampler:
         sampling: Sampling,
         stop_token_ids: Sequence[int] = (),
         seed: int = 0,
+        name: Callable[[int], str] = "the continuation of prompt {}".format,
     ) -> Iterator[tuple[int, int, float]]:
         """Yields (prompt number, new token, its log-probability under the model) until all prompts are done.
 
         A prompt is done after `max_new_tokens` or one of `stop_token_ids`, which is yielded. Its draws depend on the
         seed, its number and its tokens, not on the other prompts.
+
+        Args:
+          name: what messages call a prompt's continuation, by its number.
+        Raises:
+          UserError: the log-probability of a token is not finite.
         """
         num_asked = len(prompts)
         prompts = [*prompts, *[[0]] * (-num_asked % self._mesh.shape["fsdp"])]  # rows are split over fsdp
@@ -165,6 +158,7 @@ class Sampler:
             read = zip(*jax.device_get((token_B, log_probability_B)), strict=True)
             for number, (token, log_probability) in enumerate(read):
                 if running[number]:
+                    check_finite(float(log_probability), name(number), jnp.dtype(self._decoder.shape.dtype).name)
                     yield number, int(token), float(log_probability)
                     running[number] = int(token) not in stop_token_ids
             if following is None or not any(running):

@@ -27,7 +27,6 @@ from maxtext_lite.inference.sampler import (
     Sampler,
     cast_once,
     check_finite,
-    finite_tokens,
     load_on_mesh,
     mesh_problems,
 )
@@ -318,11 +317,9 @@ class TextScorer:
                 sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
                 stop_token_ids=self._tokens.stop_token_ids,
                 seed=asked.seed,
+                name=lambda _: f"the continuation of {value_text(asked.prompt)!r}",
             )
-            of = f"the continuation of {value_text(asked.prompt)!r}"
-            return "".join(
-                piece for _, piece in write_texts(finite_tokens(tokens, lambda _: of, self._config.dtype), [text])
-            )
+            return "".join(piece for _, piece in write_texts(tokens, [text]))
 
 
 def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
