@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,17 +30,10 @@ _OPTIONS = ("until", *_MOST_TOKENS, "do_sample", "temperature", "top_k", "top_p"
 _USUAL_MOST_TOKENS = 256
 
 
-class HarnessRequest(Protocol):
-    """A request of the harness; `args` are a context and a continuation or options, or only a text."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The arguments, which depend on the type of request."""
-        ...
-
-
 class HarnessModel:
     """The methods that the harness calls on a model; the command combines this class with the harness's own base class.
+
+    A request has `args`: a context and a continuation or options, or only a text.
 
     Args:
       path: a run directory or a Hugging Face directory.
@@ -106,17 +99,17 @@ class HarnessModel:
             return self._template.render(chat_history)
         return self._template.render(chat_history[:-1]) + chat_history[-1]["content"]
 
-    def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For each (context, continuation), the log-likelihood and whether greedy decoding gives the continuation."""
         scored = self._scorer.continuations(request.args for request in requests)
         return [(one.log_likelihood, one.is_greedy) for one in scored]
 
-    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """For each text, its whole log-likelihood."""
         texts = [request.args[0] for request in requests]
         return [sum(one.log_likelihood for one in self._scorer.whole(text)) for text in texts]
 
-    def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """For each (context, options), the generated text up to the first of the texts in `until`.
 
         The draws of a request depend on its number, so repeated requests have different answers.

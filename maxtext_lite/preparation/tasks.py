@@ -1,9 +1,9 @@
 """The inputs of `prepare`: split into tasks that depend only on the files, not on the workers, and their documents."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,24 +42,6 @@ class Piece:
     stop: int
 
 
-class Conversations(Protocol):
-    """Renders conversations as documents.
-
-    Attributes:
-      optional: fields of a line or row beside its turns.
-    """
-
-    optional: tuple[str, ...]
-
-    def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
-        """The text of the conversation in a line or row, whose turns are under `key`."""
-        ...
-
-    def encode(self, texts: Sequence[str], dtype: np.dtype[Any]) -> EncodedDocuments:
-        """The tokens of such texts, as `TextEncoder.documents`."""
-        ...
-
-
 class BadLine(NamedTuple):
     """A line or row without a document; `problem` says which and why."""
 
@@ -73,10 +55,10 @@ class DocumentReader:
       encoder: of texts.
     Args:
       field: of a line or row, with its text or its turns.
-      conversations: renders turns; None: lines and rows have texts.
+      conversations: a `conversations.Renderer`, which renders turns; None: lines and rows have texts.
     """
 
-    def __init__(self, encoder: TextEncoder, field: str = "text", conversations: Conversations | None = None) -> None:
+    def __init__(self, encoder: TextEncoder, field: str = "text", conversations: Any = None) -> None:
         self.encoder = encoder
         self._field = field
         self._conversations = conversations
