@@ -358,6 +358,8 @@ def _optimizer(found: Translation) -> None:
     if of["opt_type"] == "muon":
         found.put("adam_b1", of["muon_beta"], "muon_beta")
         found.notes.append("muon_beta and muon_weight_decay count for all parameters, also those that Adam updates")
+    threshold = of["qk_clip_threshold"] if of["use_qk_clip"] else 0
+    found.put("qk_clip_threshold", threshold, "use_qk_clip", "qk_clip_threshold")
     keep = of["max_num_checkpoints_to_keep"] or int(steps // max(of["checkpoint_period"], 1)) + 2
     found.put("max_num_checkpoints_to_keep", keep, "max_num_checkpoints_to_keep")
     found.put("profiler_steps", of["profiler_steps"] if of["profiler"] else 0, "profiler", "profiler_steps")
