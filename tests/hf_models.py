@@ -73,9 +73,15 @@ def save(name: str, directory: Path, *, old: bool = False, **changed: Any) -> Pa
     return directory
 
 
+SINCE_5 = ("laguna",)
+"""Families that version 4 did not have: their rotation has one form."""
+
+
 def _old(fields: dict[str, Any]) -> dict[str, Any]:
-    rope = fields.pop("rope_parameters", None)
     fields["torch_dtype"] = fields.pop("dtype")
+    if fields["model_type"] in SINCE_5:
+        return fields
+    rope = fields.pop("rope_parameters", None)
     types = (
         fields.pop("layer_types", None)
         if fields["model_type"] in ("gemma2", "gemma3_text", "qwen2")

@@ -77,9 +77,13 @@ def shrunk(config: Config) -> dict[str, object]:
         changes["mla"] = {"q_lora_rank": 16 if config.mla.q_lora_rank else 0, **latent}
         changes["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
     if config.global_attention:
-        own = config.global_attention
-        few = math.gcd(2, own.global_num_kv_heads, kv_heads * (config.base_num_query_heads // config.base_num_kv_heads))
-        changes["global_attention"] = {**own.to_mapping(), "global_head_dim": 12, "global_num_kv_heads": few}
+        own = config.global_attention.to_mapping()
+        heads = kv_heads * (config.base_num_query_heads // config.base_num_kv_heads)
+        if "global_num_query_heads" in own:
+            own["global_num_query_heads"] = heads
+        own["global_num_kv_heads"] = math.gcd(2, config.global_attention.global_num_kv_heads, heads)
+        own["global_head_dim"] = 12 if own["global_partial_rotary_factor"] == 1 else 40
+        changes["global_attention"] = own
     if config.shared_kv:
         changes["shared_kv"] = config.shared_kv.to_mapping() | {"num_kv_shared_layers": _period(config)}
     if config.rope_scaling and config.rope_scaling.short_factor:

@@ -59,6 +59,8 @@ class LayerOnDevice:
         if mixer != "global_attention" or own is None:
             return dataclasses.replace(self, mixer=mixer)
         heads = {"head_dim": own.global_head_dim, "base_num_kv_heads": own.global_num_kv_heads}
+        if own.global_num_query_heads is not None:
+            heads["base_num_query_heads"] = own.global_num_query_heads
         return dataclasses.replace(self, config=self.config.model_copy(update={**heads, "global_attention": None}))
 
     @property
@@ -521,8 +523,10 @@ def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     if num_parts("embed", mesh) == 1:
         return
     if config.num_experts == 1:
-        wide = config.head_dim if config.global_attention is None else config.global_attention.global_head_dim
-        widest = max(config.base_mlp_dim, config.base_num_query_heads * wide) // tensor
+        heads = [
+            each.base_num_query_heads * each.head_dim for each in (config, layer.of_mixer("global_attention").config)
+        ]
+        widest = max(config.base_mlp_dim, *heads) // tensor
         why = "the widest matrix of a layer, and the next on its way"
         yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * layer.width, why, LAYERS)
     elif mesh["fsdp"] * mesh["context"] > 1:

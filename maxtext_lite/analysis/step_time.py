@@ -484,7 +484,6 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
     """The operations of a device's layers and of the head."""
     layers = config.base_num_decoder_layers / sizes["stage"] + config.mtp_num_layers
     tensor = sizes["tensor"]
-    heads = config.base_num_query_heads / tensor
     length = config.max_target_length
     shape = model_shape(config)
     # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
@@ -508,6 +507,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
             yield Operation("context", ((kind.used_elements(shape) / tensor, here),))
             continue
         own = shape.of_mixer(mixer)
+        heads = own.num_query_heads / tensor
         queries = heads * own.head_dim
         keys = own.num_kv_heads / tensor * own.head_dim
         values = own.num_kv_heads / tensor * own.value_dim
@@ -518,7 +518,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu
         merged += [(queries, 15 * others * here), (keys + values, 14 * others * here)]
     of_layers = float(attended_pairs(config.model_copy(update={"mtp_num_layers": 0}), length))
     pairs = of_layers / length / stages + (float(attended_pairs(config, length)) - of_layers) / length
-    scores = pairs * heads * (config.head_dim + config.value_dim)
+    scores = pairs * config.base_num_query_heads / tensor * (config.head_dim + config.value_dim)
     yield Operation("context", tuple(attended), scores, backward=2.5)  # recomputes the scores
     if not on_tpu and sizes["context"] > 1:
         yield Operation("context", (), backward=2.2, apart=tuple(merged))

@@ -108,7 +108,7 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
     """Pairs of a query and a key visible to it in a document of `num_tokens` tokens, summed over layers.
 
     A global layer has half of the full square, a local or chunked one less, and a layer without attention none. A pair
-    in heads of another width than head_dim counts by its share of that.
+    in heads of another number or width counts by its share of theirs.
 
     Args:
       num_tokens: a number, or an array for several documents, whose shape the result has.
@@ -128,7 +128,9 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
     shape = model_shape(config)
     total = 0 * num_tokens
     for kind, count in Counter(config.trained_kinds).items():
-        total = total + count * of_layer(kind) * (shape.of_kind(kind).head_dim / shape.head_dim)
+        own = shape.of_kind(kind)
+        width = own.num_query_heads * own.head_dim / (shape.num_query_heads * shape.head_dim)
+        total = total + count * of_layer(kind) * width
     return total
 
 

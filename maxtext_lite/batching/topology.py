@@ -124,6 +124,8 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     dims = {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
     if axis == "tensor" and config.global_attention is not None:
         dims["global_num_kv_heads"] = config.global_attention.global_num_kv_heads
+        if config.global_attention.global_num_query_heads is not None:
+            dims["global_num_query_heads"] = config.global_attention.global_num_query_heads
     return dims
 
 

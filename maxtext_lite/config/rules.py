@@ -174,17 +174,21 @@ def _kv_heads(config: Config) -> Refusal | None:
 
 
 def _global_attention(config: Config) -> Refusal | None:
-    """Heads of layers without a window are those of ordinary attention, rotated whole."""
-    key, own, heads = "global_attention", config.global_attention, config.base_num_query_heads
+    """Heads of layers without a window are those of ordinary attention."""
+    key, own = "global_attention", config.global_attention
     if own is None:
         return None
+    heads = own.global_num_query_heads or config.base_num_query_heads
     if heads % own.global_num_kv_heads:
         legal = divisors_around(heads, own.global_num_kv_heads)
         near = [dataclasses.replace(own, global_num_kv_heads=each) for each in legal]
-        return refuse(config, key, f"has kv heads that do not divide base_num_query_heads={heads}", *near)
+        return refuse(config, key, f"has kv heads that do not divide the {heads} query heads", *near)
+    if own.rotary_dim % 2 or not own.rotary_dim:
+        near = dataclasses.replace(own, global_partial_rotary_factor=1.0)
+        return refuse(config, key, f"rotates {own.rotary_dim} dims, not an even number", near)
     if "global_attention" not in model_shape(config).mixers:
         return refuse(config, key, f"has no effect with layer_pattern={value_text(config.layer_pattern)}", None)
-    for other, plain in (("mla", None), ("partial_rotary_factor", 1), ("attention_sinks", False)):
+    for other, plain in (("mla", None), ("attention_sinks", False)):
         if getattr(config, other) != plain:
             return refuse(config, key, f"is beside {other}", None, {other: plain})
     return None
@@ -257,7 +261,7 @@ def _first_dense(config: Config, beside: str) -> Refusal | None:
 
 
 def _mixers(config: Config) -> Refusal | None:
-    """Layers of other packages occur among the layers, and beside attention go without what assumes one stack."""
+    """Kinds of layers in stacks of their own all occur, and a pattern says which have experts."""
     pattern, layers = config.pattern, config.base_num_decoder_layers
     mixers = model_shape(config).mixers
     if len({*mixers}) == 1:
@@ -266,13 +270,11 @@ def _mixers(config: Config) -> Refusal | None:
         rule = f"has kinds that are not among base_num_decoder_layers={layers}"
         return refuse(config, "layer_pattern", rule, ",".join(pattern[:layers]))
     beside = f"beside layer_pattern={value_text(config.layer_pattern)}"
-    if config.routed_bias:
-        return refuse(config, "routed_bias", f"{beside}, whose experts are in several stacks", False)
     return _first_dense(config, beside)
 
 
 def _load_balance(config: Config) -> Refusal | None:
-    """The load of a whole batch needs one stack of experts that all devices train, and no other balance."""
+    """The load of a whole batch needs experts that all devices train, and no other balance."""
     key = "load_balance_over"
     if config.load_balance_over == "example":
         return None
@@ -282,9 +284,6 @@ def _load_balance(config: Config) -> Refusal | None:
         return refuse(config, key, f"beside lora_rank={config.lora_rank}, whose routers are frozen", "example")
     if config.enable_diloco:
         return refuse(config, key, "beside enable_diloco=true, whose replicas have no common batch", "example")
-    if len({*model_shape(config).mixers}) > 1 or config.shared_kv is not None:
-        rule = f"beside layer_pattern={value_text(config.layer_pattern)}, whose experts are in several stacks"
-        return refuse(config, key, rule, "example")
     return None
 
 
@@ -316,7 +315,7 @@ def _parallel_block(config: Config) -> Refusal | None:
 def _rope_scaling(config: Config) -> Refusal | None:
     """longrope has a number for each plane; yarn counts the planes between two wavelengths, which must differ."""
     own = config.global_attention
-    scaling, planes = config.rope_scaling, (config.rotary_dim if own is None else own.global_head_dim) // 2
+    scaling, planes = config.rope_scaling, (config.rotary_dim if own is None else own.rotary_dim) // 2
     if scaling is None:
         return None
     if scaling.rope_type == "yarn" and config.rope_max_timescale == 1:

@@ -339,7 +339,8 @@ class ModelShape:
         return dataclasses.replace(
             self,
             head_dim=own.global_head_dim,
-            rotary_dim=self.rotary_dim and own.global_head_dim,
+            rotary_dim=self.rotary_dim and own.rotary_dim,
+            num_query_heads=own.global_num_query_heads or self.num_query_heads,
             num_kv_heads=own.global_num_kv_heads,
             values_are_keys=own.share_kv_projections,
             global_attention=None,
@@ -350,6 +351,15 @@ class ModelShape:
         """The number of layers with experts, in a model that has experts."""
         ahead = self.mtp_num_layers * self.has_experts(self.num_layers - 1)
         return ahead + sum(self.has_experts(layer) for layer in range(self.num_layers))
+
+    @property
+    def expert_order(self) -> list[int]:
+        """The layers with experts in the order of the stacks, each by its place among those layers."""
+        layers = list[int]()
+        for path, numbers in sorted(self.stacks.items()):
+            if self.of_stack(path).experts is not None:
+                layers += numbers
+        return [sorted(layers).index(layer) for layer in layers]
 
     @property
     def sizes(self) -> dict[str, int]:

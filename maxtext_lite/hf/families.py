@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext_lite.config.keys import ModelConfig
-from maxtext_lite.hf.fields import DEFAULTS, TABLE, Fields, JsonObject
+from maxtext_lite.hf.fields import DEFAULTS, TABLE, Fields, JsonObject, is_whole
 from maxtext_lite.hf.layers import (
     ChunkedLayers,
     FirstDense,
@@ -96,6 +96,10 @@ class Family:
         keys = dict(DEFAULTS)
         for part in self.parts:
             keys |= part.read(fields)
+        first, layers = keys["first_num_dense_layers"], fields.num_layers
+        if keys["global_attention"] and is_whole(first, 1, layers - 1):  # then a pattern says which layers are dense
+            kinds = ["dense"] * first + ["moe"] * (layers - first)
+            keys |= {"first_num_dense_layers": 0, "mlp_pattern": ",".join(kinds)}
         # With is_causal=false, transformers lets each token of any model see the later ones too.
         Field("is_causal", default=True, values={True: True}).read(fields)
         return keys

@@ -271,6 +271,6 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _USUAL: JsonObject = {
     "beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all", "share_kv_projections": False,
-    "use_double_wide_mlp": False,
+    "use_double_wide_mlp": False, "global_partial_rotary_factor": 1.0,
 }  # fmt: skip
 """Entries of a mapping that equal their defaults."""

@@ -63,12 +63,13 @@ def _rotated_layers(fields: Fields, stated: list[Any] | None) -> list[int]:
     return [int((layer + 1) % every != 0) for layer in range(layers)]
 
 
-def _window(fields: Fields, usual: int, *, switched: bool) -> int:
+def _window(fields: Fields, usual: int, *, switched: bool, is_used: bool = True) -> int:
     """The width of a model's sliding windows; 0: none, by a null in config.json or by its switch.
 
     Args:
       usual: if `sliding_window` is missing.
       switched: the family has the switch, `use_sliding_window`, which is off if it is missing.
+      is_used: layers have a window unless something else is stated.
     """
     fields.names["sliding_window_size"] = "sliding_window"
     is_on = not switched or fields.flag("use_sliding_window", False)
@@ -76,7 +77,7 @@ def _window(fields: Fields, usual: int, *, switched: bool) -> int:
     if stated is None:
         return usual if is_on and not fields.is_null("sliding_window") else 0
     width = fields.whole("sliding_window", least=0)
-    if is_on and is_whole(stated, 0, 0):
+    if is_on and is_used and is_whole(stated, 0, 0):
         fields.refuse("sliding_window", 0, "lets no token see even itself. Nearest that works: null, for no window.")
     return width if is_on else 0
 
@@ -114,7 +115,7 @@ class LayerTypes(Part):
 
     def read(self, fields: Fields) -> JsonObject:
         fields.names["layer_pattern"] = "layer_types"
-        window = _window(fields, self.window, switched=self.switched)
+        window = _window(fields, self.window, switched=self.switched, is_used=self.every != 1)
         if self.rotated == "never" and fields.is_null("sliding_window"):
             fields.refuse("sliding_window", None, "is a model that transformers does not run. State a window.")
         kinds = _layer_types(fields, window) if self.listed else None

@@ -343,12 +343,16 @@ class BlockBeside(Part):
         }
 
 
+@dataclass(frozen=True)
 class SharedWidth(Part):
-    """Granite's width of the shared expert; 0: there is none."""
+    """The width of the shared expert; 0: there is none."""
+
+    name: str
+    default: int
 
     def read(self, fields: Fields) -> JsonObject:
-        width = fields.whole("shared_intermediate_size", 0, least=0, key="base_shared_mlp_dim")
+        width = fields.whole(self.name, self.default, least=0, key="base_shared_mlp_dim")
         return {"shared_experts": int(width > 0), "base_shared_mlp_dim": width or -1}
 
     def write(self, config: ModelConfig) -> JsonObject:
-        return {"shared_intermediate_size": config.shared_mlp_dim}
+        return {self.name: config.shared_mlp_dim}

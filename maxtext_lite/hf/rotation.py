@@ -266,6 +266,7 @@ class RopeByLayerType(Part):
       has_field: the local base has a field, `rope_local_base_freq`.
       has_old: `rope_theta` and `rope_scaling` are read too.
       usual: `rope_parameters` if a config.json has none.
+      heads: each kind of layer has its own share of a head that is rotated, and its own query heads (Laguna).
     """
 
     theta: float = 1_000_000.0
@@ -273,6 +274,7 @@ class RopeByLayerType(Part):
     has_field: bool = True
     has_old: bool = True
     usual: JsonObject = field(default_factory=JsonObject)
+    heads: bool = False
 
     def read(self, fields: Fields) -> JsonObject:
         new = fields.mapping("rope_parameters") or dict(self.usual)
@@ -298,6 +300,7 @@ class RopeByLayerType(Part):
             local_theta = _stated(fields, "rope_parameters", local, "rope_theta", base, self.local_theta)
         else:
             local_theta = local.pop("rope_theta", self.local_theta)
+        shares = [part.pop("partial_rotary_factor", 1.0) for part in (whole, local)] if self.heads else []
         name = "rope_scaling" if old else "rope_parameters"
         fields.names |= {
             "rope_max_timescale": "rope_theta",
@@ -310,16 +313,60 @@ class RopeByLayerType(Part):
             "rope_max_timescale": theta,
             "rope_local_max_timescale": local_theta if fields.has_local_layers else 0.0,
             "rope_scaling": read_scaling(fields, name, whole, types={}),
+            **(_heads_of_kinds(fields, *shares) if self.heads else {}),
         }
 
     def write(self, config: ModelConfig) -> JsonObject:
         fields = _written(config, {})
         fields.pop("original_max_position_embeddings", None)  # only rope_parameters is read for it
         local = config.rope_local_max_timescale or config.rope_max_timescale
-        of_local = {"rope_theta": local, "rope_type": "default"}
+        of_local: JsonObject = {"rope_theta": local, "rope_type": "default"}
+        if self.heads:
+            return _written_heads(config, fields["rope_parameters"], of_local)
         fields["rope_parameters"] = {GLOBAL: fields["rope_parameters"], LOCAL: of_local}
         if self.has_field:
             fields["rope_local_base_freq"] = local
         if not self.has_old:
             del fields["rope_theta"], fields["rope_scaling"]
         return fields
+
+
+def _heads_of_kinds(fields: Fields, global_share: float, local_share: float) -> JsonObject:
+    """The keys of query heads and of rotated shares, of layers without a window and of the others."""
+    name = "num_attention_heads_per_layer"
+    usual = fields.size("num_attention_heads", 1)
+    heads = fields.listed(name) or [usual] * fields.num_layers
+    wide = [each for layer, each in enumerate(heads) if layer in fields.global_layers]
+    narrow = [each for layer, each in enumerate(heads) if layer not in fields.global_layers]
+    if len(heads) != fields.num_layers or len({*wide}) > 1 or len({*narrow}) > 1:
+        why = f"is not a list of a number for each layer, of which those of {GLOBAL} are equal, and all others."
+        fields.refuse(name, heads, why)
+        return {}
+    fields.names |= {"base_num_query_heads": name, "global_attention": name, "partial_rotary_factor": "rope_parameters"}
+    if not narrow:
+        return {"base_num_query_heads": wide[0] if wide else usual, "partial_rotary_factor": global_share}
+    keys: JsonObject = {"base_num_query_heads": narrow[0], "partial_rotary_factor": local_share}
+    if wide and (wide[0], global_share) != (narrow[0], local_share):
+        keys["global_attention"] = {
+            "global_head_dim": fields.size("head_dim", 128),
+            "global_num_kv_heads": fields.size("num_key_value_heads", 8),
+            "global_num_query_heads": wide[0],
+            "global_partial_rotary_factor": global_share,
+        }
+    return keys
+
+
+def _written_heads(config: ModelConfig, of_global: JsonObject, of_local: JsonObject) -> JsonObject:
+    """The fields that `_heads_of_kinds` reads, with those of the rotation."""
+    own = config.global_attention
+    heads = config.base_num_query_heads
+    share = config.partial_rotary_factor
+    wide = heads if own is None else own.global_num_query_heads or heads
+    wide_share = share if own is None else own.global_partial_rotary_factor
+    return {
+        "rope_parameters": {
+            GLOBAL: of_global | {"partial_rotary_factor": wide_share},
+            LOCAL: of_local | {"partial_rotary_factor": share},
+        },
+        "num_attention_heads_per_layer": [wide if kind == "global" else heads for kind in config.layer_kinds],
+    }

@@ -215,7 +215,7 @@ class GradientAccumulation(optax.MultiSteps):
             nonlocal layer
             if not is_bias:
                 return u
-            # In a pipeline with several rounds, a bias is stored by round. The stacks' order is that of the layers.
+            # In a pipeline with several rounds, a bias is stored by round.
             first, layer = layer, layer + math.prod(u.shape[:-1])
             own = steps[first:layer].reshape(u.shape)
             return own - p if self._keeps_loads else own
@@ -273,8 +273,8 @@ class GradientAccumulation(optax.MultiSteps):
         The loss scale is left to the caller, who decides whether the step is skipped.
 
         Args:
-          expert_counts: the tokens that chose each expert in the step, [L, E] of the layers with experts; needed where
-            routers have biases.
+          expert_counts: the tokens that chose each expert in the step, [L, E] of the layers with experts, stack by
+            stack; needed where routers have biases.
         """
         inner, master = _inner_and_master(self.widen(state))
         wide = as_float32(params) if master is None else master

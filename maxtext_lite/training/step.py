@@ -122,7 +122,11 @@ def _update_replica(
     old_params = params
     if optimizer.over_data:
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
-    of_batch = (step.expert_counts, step.largest_logits)
+    counts_LE = step.expert_counts
+    order = parts.decoder.shape.expert_order
+    if counts_LE is not None and order != sorted(order):
+        counts_LE = counts_LE[jnp.asarray(order)]
+    of_batch = (counts_LE, step.largest_logits)
     new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, *of_batch)
     params = choose(is_applied, new_params, params)
     opt_state = choose(is_applied, new_opt_state, opt_state)
