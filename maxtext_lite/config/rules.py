@@ -551,7 +551,8 @@ def _qk_clip(config: Config) -> Refusal | None:
     if not config.qk_clip_threshold:
         return None
     rule = "with qk_clip_threshold: scaled weights must scale the logits"
-    refusal = refuse_unused(config, {"qk_norm": "none", "clip_qkv": 0, "lora_rank": 0, "shared_kv": None}, rule)
+    plain = {"qk_norm": "none", "clip_qkv": 0, "lora_rank": 0, "shared_kv": None, "global_attention": None}
+    refusal = refuse_unused(config, plain, rule)
     if refusal is None and config.first_num_dense_layers and config.pipeline_schedule == "1f1b":
         rule = "with qk_clip_threshold: that schedule has no logits of first_num_dense_layers"
         refusal = refuse(config, "pipeline_schedule", rule, "gpipe", {"qk_clip_threshold": 0})

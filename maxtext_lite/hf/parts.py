@@ -347,8 +347,8 @@ class BlockBeside(Part):
 class SharedWidth(Part):
     """The width of the shared expert; 0: there is none."""
 
-    name: str
-    default: int
+    name: str = "shared_intermediate_size"
+    default: int = 0
 
     def read(self, fields: Fields) -> JsonObject:
         width = fields.whole(self.name, self.default, least=0, key="base_shared_mlp_dim")
