@@ -82,7 +82,7 @@ def shrunk(config: Config) -> dict[str, object]:
         if "global_num_query_heads" in own:
             own["global_num_query_heads"] = heads
         own["global_num_kv_heads"] = math.gcd(2, config.global_attention.global_num_kv_heads, heads)
-        own["global_head_dim"] = 12 if own["global_partial_rotary_factor"] == 1 else 40
+        own["global_head_dim"] = 40 if "global_partial_rotary_factor" in own else 12
         changes["global_attention"] = own
     if config.shared_kv:
         changes["shared_kv"] = config.shared_kv.to_mapping() | {"num_kv_shared_layers": _period(config)}

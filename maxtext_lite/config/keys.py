@@ -251,19 +251,19 @@ class GlobalAttention(_Part):
       global_num_kv_heads: key/value heads.
       share_kv_projections: keys are also the values, before norm and rotation.
       global_num_query_heads: query heads; None: base_num_query_heads.
-      global_partial_rotary_factor: share of a head that is rotated.
+      global_partial_rotary_factor: share of a head that is rotated; None: 1.
     """
 
     global_head_dim: Annotated[Count, Field(multiple_of=2)]
     global_num_kv_heads: Count
     share_kv_projections: Flag = False
     global_num_query_heads: Count | None = None
-    global_partial_rotary_factor: PositiveShare = 1.0
+    global_partial_rotary_factor: PositiveShare | None = None
 
     @property
     def rotary_dim(self) -> int:
         """The rotated dims of a head."""
-        return int(self.global_head_dim * self.global_partial_rotary_factor)
+        return int(self.global_head_dim * (self.global_partial_rotary_factor or 1))
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)

@@ -184,7 +184,7 @@ def _global_attention(config: Config) -> Refusal | None:
         near = [dataclasses.replace(own, global_num_kv_heads=each) for each in legal]
         return refuse(config, key, f"has kv heads that do not divide the {heads} query heads", *near)
     if own.rotary_dim % 2 or not own.rotary_dim:
-        near = dataclasses.replace(own, global_partial_rotary_factor=1.0)
+        near = dataclasses.replace(own, global_partial_rotary_factor=None)
         return refuse(config, key, f"rotates {own.rotary_dim} dims, not an even number", near)
     if "global_attention" not in model_shape(config).mixers:
         return refuse(config, key, f"has no effect with layer_pattern={value_text(config.layer_pattern)}", None)

@@ -362,7 +362,7 @@ def _written_heads(config: ModelConfig, of_global: JsonObject, of_local: JsonObj
     heads = config.base_num_query_heads
     share = config.partial_rotary_factor
     wide = heads if own is None else own.global_num_query_heads or heads
-    wide_share = share if own is None else own.global_partial_rotary_factor
+    wide_share = share if own is None else own.global_partial_rotary_factor or 1.0
     return {
         "rope_parameters": {
             GLOBAL: of_global | {"partial_rotary_factor": wide_share},
