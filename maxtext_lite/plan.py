@@ -51,7 +51,16 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the config or the arguments.
     """
     arguments = _parser().parse(argv)
-    before, done = (None, (0, 0)) if arguments.run is None else _begin_from(arguments)
+    run: Path | None = arguments.run
+    if run is not None:
+        from maxtext_lite.analysis.elsewhere import read_plan
+
+        if arguments.config is not None:
+            raise UserError(f"--from={value_text(run)} has its own config; {arguments.config} is another one.")
+        before = read_plan(run)
+        arguments.config = str(run / "config.yml")
+        if arguments.examples is None:
+            arguments.examples = before["num_examples"]
     device = None if arguments.device is None else device_named(arguments.device, option="--device")
     if device and arguments.platform not in (None, device.platform):
         raise UserError(
@@ -61,44 +70,42 @@ def main(argv: Sequence[str]) -> int:
     memory_gb = arguments.device_memory_gb
     if device and memory_gb is None:
         memory_gb = device.memory_bytes / 1e9
+    machine: dict[str, Any] = {
+        "num_devices": arguments.devices,
+        "num_hosts": arguments.hosts,
+        "device_memory_gb": memory_gb,
+        "platform": arguments.platform or (device.platform if device else "gpu"),
+    }
     asked = read_config(arguments.config, arguments.overrides).config
     missing = no_directory(asked.load_parameters_path, "load_parameters_path")
-    if missing and before is None:
+    if missing and run is None:
         raise UserError(missing)
     if wants_solving(asked):
-        if before is not None:
+        if run is not None:
             raise UserError(
-                f"--from={value_text(arguments.run)} is compared with one plan: of per_device_batch_size=-1 and "
+                f"--from={value_text(run)} is compared with one plan: of per_device_batch_size=-1 and "
                 "gradient_accumulation_steps=-1, state one."
             )
-        return _solve(arguments, device, memory_gb)
+        return _solve(arguments, device, machine)
     if arguments.compile is not None:
         raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
-    platform = arguments.platform or (device.platform if device else "gpu")
     kept: list[str] = []
-    run: Path | None = arguments.run
     if run is not None:
         from maxtext_lite.analysis.elsewhere import kept_settings
 
         kept = kept_settings(run, asked, arguments.devices)
-    config, plan = load_plan(
-        arguments.config,
-        [*arguments.overrides, *kept],
-        num_devices=arguments.devices,
-        num_hosts=arguments.hosts,
-        num_examples=_count_examples if arguments.examples is None else arguments.examples,
-        device_memory_gb=memory_gb,
-        platform=platform,
-    )
+    num_examples = _count_examples if arguments.examples is None else arguments.examples
+    config, plan = load_plan(arguments.config, [*arguments.overrides, *kept], num_examples=num_examples, **machine)
     _check_vocabulary(config)
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
-    if before is not None:
-        from maxtext_lite.analysis.elsewhere import changed_settings, moved
+    if run is not None:
+        from maxtext_lite.analysis.elsewhere import changed_settings, done_in, moved, read_plan
 
-        plan = resumed(config, plan, step=done[0], examples_seen=done[1])
+        step, examples_seen = done_in(run)
+        plan = resumed(config, plan, step=step, examples_seen=examples_seen)
         settings = changed_settings(read_config(arguments.config).config, config)
-        move = moved(before, plan, settings, may_end_before=_is_limited(config))
+        move = moved(read_plan(run), plan, settings, may_end_before=_is_limited(config))
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
@@ -107,14 +114,7 @@ def main(argv: Sequence[str]) -> int:
         print(json_text(plan.to_json() | mixture | {"prediction": figures}, indent=2))
         return 0
     if not plan.memory.fits and plan.rl is None:
-        plan_of = functools.partial(
-            make_plan,
-            num_devices=arguments.devices,
-            num_hosts=arguments.hosts,
-            num_examples=plan.num_examples,
-            device_memory_gb=memory_gb,
-            platform=platform,
-        )
+        plan_of = functools.partial(make_plan, num_examples=plan.num_examples, **machine)
         sentences.append(_nearest_that_fits(config, plan, plan_of))
     print("\n".join([format_plan(plan, rows), *sentences]))
     return 0
@@ -165,20 +165,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The plan.json of `--from` and what its run has done; sets the arguments to its config and number of examples."""
-    if arguments.config is not None:
-        raise UserError(f"--from={value_text(arguments.run)} has its own config; {arguments.config} is another one.")
-    from maxtext_lite.analysis.elsewhere import done_in, read_plan
-
-    before = read_plan(arguments.run)
-    arguments.config = str(arguments.run / "config.yml")
-    if arguments.examples is None:
-        arguments.examples = before["num_examples"]
-    return before, done_in(arguments.run)
-
-
-def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
+def _solve(arguments: argparse.Namespace, device: Device | None, machine: dict[str, Any]) -> int:
     """Prints the best plans for a global batch, and the arguments of the first one."""
     from maxtext_lite.analysis.expected import MEASURED
     from maxtext_lite.analysis.ranking import check_machine, format_ranking, rank
@@ -197,14 +184,7 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     num_examples = arguments.examples
     if num_examples is None and config.num_epochs:
         num_examples = _count_examples(config)
-    plan_of = functools.partial(
-        make_plan,
-        num_devices=arguments.devices,
-        num_hosts=arguments.hosts,
-        num_examples=num_examples,
-        device_memory_gb=memory_gb,
-        platform=device.platform,
-    )
+    plan_of = functools.partial(make_plan, num_examples=num_examples, **machine | {"platform": device.platform})
     found = rank(config, topology, device, plan_of)
     line = _arguments_of(found[0], arguments)
     outcome: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
