@@ -1,6 +1,7 @@
 """Time short runs of every way to split one global batch on these devices."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
     def measure(candidate: Candidate) -> Timing:
         limits = {"warm_up": arguments.warm_up, "steps": arguments.steps}
         timing = measured(candidate, directory(candidate), **limits, device_memory_gb=arguments.device_memory_gb)
-        took = "does not fit" if timing.seconds is None else f"{1e3 * timing.seconds:.1f} ms a step"
+        took = "does not fit" if timing.seconds == math.inf else f"{1e3 * timing.seconds:.1f} ms a step"
         print(f"{' '.join(settings_of(candidate.keys))}: {took}", flush=True)
         return timing
 
     device = device_of_kind(jax.devices()[0].device_kind)
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         found = tune(config, plan_on_devices(plan), measure, full=arguments.full)
-    ran = [directory(candidate) for candidate, timing in found if timing.seconds is not None]
+    ran = [directory(candidate) for candidate, timing in found if timing.seconds < math.inf]
     if not ran:
         print("error: no way to split the batch fits on a device.", file=sys.stderr)
         return 1
@@ -98,12 +99,13 @@ def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dic
     """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
     planned = candidate.plan.memory.total
     compiled = timing.compiled_bytes
+    seconds = None if timing.seconds == math.inf else timing.seconds
     least = least_step(candidate.config, candidate.plan, device)
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
-        "step_seconds": timing.seconds,
+        "step_seconds": seconds,
         "least_step_seconds": None if least is None else least.seconds,
-        "tokens_per_second": None if timing.seconds is None else candidate.plan.tokens_per_step / timing.seconds,
+        "tokens_per_second": seconds and candidate.plan.tokens_per_step / seconds,
         "planned_bytes": planned,
         "compiled_bytes": compiled,
         "error_of_plan_to_compiled": None if compiled is None else planned / compiled - 1,

@@ -1,6 +1,7 @@
 """The command `tune`: a table, a page, and the best candidate as a config to train."""
 
 import json
+import math
 
 import pytest
 
@@ -23,7 +24,7 @@ def _machine(monkeypatch):
         assert limits == {"warm_up": 2, "steps": 8, "device_memory_gb": None}
         accumulation = candidate.plan.gradient_accumulation_steps
         if accumulation == 1:
-            return Timing(None, None)
+            return Timing(math.inf, None)
         write_run(directory, [step_line(1), step_line(2)], [])
         return Timing(float(accumulation), 10**6)
 

@@ -1,13 +1,13 @@
 """Short measured runs of the ways to split one global batch, fastest first: what `tune` does."""
 
 import contextlib
-import dataclasses
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxtext_lite.analysis.ranking import is_open, microbatch_choices
 from maxtext_lite.analysis.short_runs import SHORT_RUNS
@@ -24,21 +24,19 @@ _REMAT = "remat_policy"
 Keys = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """The result of a candidate.
 
     Attributes:
-      seconds: median step time; None if it does not fit on a device.
+      seconds: median step time; infinite if it does not fit on a device.
       compiled_bytes: bytes on one device by the compiler; None if it did not compile.
     """
 
-    seconds: float | None
+    seconds: float
     compiled_bytes: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One legal way to split the batch; `keys` differ from the config in question."""
 
     keys: Keys
@@ -81,40 +79,36 @@ def tune(
             return Candidate(keys, changed, plan_of(changed))
         return None
 
-    def look(split: Keys, policy: Keys) -> Timing | None:
-        candidate = planned(split | policy)
-        if candidate is None:
-            return None
-        name = str(candidate.keys)
-        if name not in found:
+    def look(keys: Keys) -> bool:
+        """Measures keys that were not measured before; whether they can be planned, but do not fit."""
+        name = str(keys)
+        if name not in found and (candidate := planned(keys)):
             found[name] = candidate, measure(candidate)
-        return found[name][1]
+        return name in found and found[name][1].seconds == math.inf
 
     def fastest() -> list[tuple[Candidate, Timing]]:
-        fits = [each for each in found.values() if each[1].seconds is not None]
-        return sorted(fits, key=lambda each: each[1].seconds or 0.0)  # among equals, the first measured
+        return sorted(found.values(), key=lambda each: each[1].seconds)  # among equals, the first measured
 
     by_empty_slots: dict[int, list[Keys]] = {}
     for split in _splits(config, plan_of(config)):
         if candidate := planned(split):
             empty = candidate.plan.empty_slots_per_micro_batch * candidate.plan.gradient_accumulation_steps
             by_empty_slots.setdefault(empty, []).append(split)
-    for empty in sorted(by_empty_slots):  # an idle device makes no step faster
-        for split in by_empty_slots[empty]:
+    for _, splits in sorted(by_empty_slots.items()):  # an idle device makes no step faster
+        for split in splits:
             for policy in policies:
-                timing = look(split, policy)
-                if timing is None or (timing.seconds is not None and not full):
+                if not look(split | policy) and not full:
                     break
-        if fastest():
+        if any(timing.seconds < math.inf for _, timing in found.values()):
             break
     for candidate, _ in fastest()[:_SPLITS_OF_ALL_POLICIES]:
-        split = {key: value for key, value in candidate.keys.items() if key != _REMAT}
         for policy in policies:
-            look(split, policy)
+            look(candidate.keys | policy)
     for candidate, timing in fastest()[:_MOST_AGAIN]:
-        again = [seconds for seconds in (timing.seconds, measure(candidate).seconds) if seconds is not None]
-        found[str(candidate.keys)] = candidate, dataclasses.replace(timing, seconds=min(again))
-    return [*fastest(), *(each for each in found.values() if each[1].seconds is None)]
+        if timing.seconds < math.inf:
+            again = min(timing.seconds, measure(candidate).seconds)
+            found[str(candidate.keys)] = candidate, timing._replace(seconds=again)
+    return fastest()
 
 
 def _splits(config: Config, plan: BatchPlan) -> list[Keys]:
@@ -150,7 +144,7 @@ def measured(
         "steps": warm_up + steps,
     }
     run = open_run(candidate.config.model_copy(update=changes), device_memory_gb=device_memory_gb)
-    seconds: float | None = None
+    seconds = math.inf
     with contextlib.suppress(OutOfMemory):
         with contextlib.redirect_stdout(io.StringIO()):
             train_run(run, make_feed_steps)
