@@ -114,12 +114,9 @@ class Computation:
         """The instruction whose value it returns."""
         return next((instruction for instruction in self.instructions.values() if instruction.is_root), None)
 
-    def parameter(self, number: int) -> Instruction | None:
-        """Its parameter of that number."""
-        return self._parameters.get(str(number))
-
     @functools.cached_property
-    def _parameters(self) -> dict[str, Instruction]:
+    def parameters(self) -> dict[str, Instruction]:
+        """Its parameters by number."""
         return {it.operands[0]: it for it in self.instructions.values() if it.opcode == "parameter" and it.operands}
 
     @functools.cached_property
@@ -160,6 +157,10 @@ class Module:
     entry: str
     runs: Mapping[str, Runs]
     num_partitions: int
+
+    def fused(self, it: Instruction) -> Computation | None:
+        """The computation of a fusion."""
+        return self.computations.get(dict(it.called).get("calls", ""))
 
     def scheduled(self) -> Iterator[tuple[Computation, Instruction, float]]:
         """Every scheduled instruction with its computation and how often it runs."""
@@ -405,56 +406,40 @@ def collectives(hlo: str | Module) -> list[Collective]:
                 if (chain, kind) in chains:
                     continue  # another part of the same collective
                 chains.add((chain, kind))
-            collective = None
-            if kind in KINDS:
-                collective = _between_devices(it, kind, computation, runs, module.num_partitions)
-            elif it.opcode == "send":
-                collective = _between_slices(it, runs, module.num_partitions)
+            collective = _collective(it, kind, computation, runs, module.num_partitions)
             if collective is not None:
                 found.append(collective)
     return found
 
 
-def _between_devices(
+def _collective(
     it: Instruction, kind: str, computation: Computation, runs: Runs, num_partitions: int
 ) -> Collective | None:
-    """A collective within a slice; None where every device is alone in its group."""
-    groups = device_groups(it.attribute(_GROUPS) or "{}")
-    if groups and all(len(set(group)) == 1 for group in groups):
+    """A collective within a slice, or over the network of TPU slices.
+
+    None for other instructions, and where every device is alone in its group.
+    """
+    transfer = it.attribute(_MEGASCALE) if it.opcode == "send" else None
+    groups = device_groups(it.attribute(_GROUPS) or "{}") if kind in KINDS else ()
+    is_alone = groups and all(len(set(group)) == 1 for group in groups)
+    if is_alone or not (transfer or kind in KINDS):
         return None
     starts_only = it.opcode != kind and '"is_sync":true' not in it.attributes
     in_async_fusion = runs.inside and "async_collective" in computation.name
-    payload = _payload(it, groups)
     root = computation.root
-    if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
+    if transfer:
+        kind = _MEGASCALE_KINDS.get(transfer, transfer.lower().replace("_", "-"))
+    elif kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
         kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce and a slice of its result
     return Collective(
         kind=kind,
         groups=groups,
         num_partitions=num_partitions,
-        across_slices=False,
+        across_slices=transfer is not None,
         in_loop=runs.in_loop,
-        is_async=chain_of(it) is not None or starts_only or in_async_fusion,
+        is_async=bool(transfer) or chain_of(it) is not None or starts_only or in_async_fusion,
         times=runs.times,
-        payload=payload,
-        line=it.line,
-    )
-
-
-def _between_slices(it: Instruction, runs: Runs, num_partitions: int) -> Collective | None:
-    """A collective over the network of TPU slices; None for another kind of send."""
-    transfer = it.attribute(_MEGASCALE)
-    if not transfer:
-        return None
-    return Collective(
-        kind=_MEGASCALE_KINDS.get(transfer, transfer.lower().replace("_", "-")),
-        groups=(),
-        num_partitions=num_partitions,
-        across_slices=True,
-        in_loop=runs.in_loop,
-        is_async=True,
-        times=runs.times,
-        payload=_bytes_by_dtype(it.arrays[:1]),
+        payload=_bytes_by_dtype(it.arrays[:1]) if transfer else _payload(it, groups),
         line=it.line,
     )
 
@@ -787,13 +772,13 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
     # The result of a start repeats its inputs before its outputs.
     repeats = opcode.endswith("-start") and opcode != "all-reduce-start"
     if opcode in ("fusion", "fusion-start"):
-        fused = module.computations.get(dict(it.called).get("calls", ""))
+        fused = module.fused(it)
         if fused is None:
             return all_taken + given
         read = 0
         for number, name in enumerate(it.operands):
             if name in taken:
-                read += min(taken[name], _read_of_parameter(fused, number, module))
+                read += min(taken[name], _read_of(fused, fused.parameters.get(str(number)), module))
         first = sum(len(operand.arrays) for operand in operands.values()) if repeats else 0
         return read + _written(it.arrays[first:], fused, spaces)
     if opcode in ("dynamic-update-slice", "scatter"):  # in place
@@ -805,18 +790,15 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
     return all_taken + given
 
 
-def _read_of_parameter(fused: Computation, number: int, module: Module) -> int:
-    """Bytes of a parameter that a fusion reads at most; only the slices of a parameter that it only slices."""
-    parameter = fused.parameter(number)
-    return 0 if parameter is None else _read_of(fused, parameter, module)
-
-
-def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
+def _read_of(fused: Computation, value: Instruction | None, module: Module) -> int:
+    """Bytes of a value that a fusion reads at most; only the slices of a value that it only slices."""
+    if value is None:
+        return 0
     whole = sum(array.num_bytes for array in value.arrays)
     read = whole if value.is_root else 0
     for user in fused.users.get(value.name, []):
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
-        inner = module.computations.get(dict(user.called).get("calls", "")) if user.opcode == "fusion" else None
+        inner = module.fused(user) if user.opcode == "fusion" else None
         if user.opcode in KINDS or (user.is_root and user.opcode == "tuple"):
             continue  # the buffers of a collective that runs beside a fusion pass through it
         if user.opcode in _TAKE_A_PART and is_first:
@@ -828,7 +810,7 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
         elif inner is not None:
             for number, name in enumerate(user.operands):
                 if name == value.name:
-                    read += _read_of_parameter(inner, number, module)
+                    read += _read_of(inner, inner.parameters.get(str(number)), module)
         else:
             return whole
     return min(whole, read)
