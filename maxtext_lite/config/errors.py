@@ -15,6 +15,7 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
+_WILDCARD = re.compile(r"[*?!\[]")
 _AMBIGUOUS = re.compile(r"^['\"\[]|^(?:~|null|Null|NULL)$|, | or |\s#|(^|\s)\w+=")
 
 
@@ -77,11 +78,18 @@ def full_text(value: object) -> str:
         return number_text(value)
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value).items()
-        return "{" + ", ".join(f"{full_text(name)}: {full_text(entry)}" for name, entry in entries) + "}"
+        return "{" + ", ".join(f"{_entry_name(name)}: {full_text(entry)}" for name, entry in entries) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(full_text(entry) for entry in cast("Sequence[object]", value)) + "]"
     # A line break would end the message, and a control character can do anything to a terminal.
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in without_secrets(str(value)))
+
+
+def _entry_name(name: object) -> str:
+    """A name in a mapping, in quotes where YAML needs them."""
+    if isinstance(name, str) and _WILDCARD.search(name):
+        return json.dumps(name, ensure_ascii=False)
+    return full_text(name)
 
 
 def without_secrets(text: str) -> str:

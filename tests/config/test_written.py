@@ -72,6 +72,7 @@ NUMBERS = (
                 "@",
             )
         ),
+        (None, ['learning_rate_groups={"*_norm": 2, mlp/up: 0.5, "m?p": 0}']),
         (RL, ["prompt_template=http://a.b/?sig={prompt}"]),
         (None, ["dataset_path=a/?://y?token=abc"]),
         (None, ["dataset_path=[{path: 'a/?://y?token=abc', weight: 1}]"]),
@@ -89,7 +90,12 @@ def test_a_config_comes_back_from_its_file_a_pickle_and_json(tmp_path, file, wor
     assert type(config).model_validate_json(config.model_dump_json()) == config
     said = [
         f"{key}={setting_text(getattr(config, key))}"
-        for key in ("rope_scaling", "position_temperature", "mla")
+        for key in (
+            "rope_scaling",
+            "position_temperature",
+            "mla",
+            "learning_rate_groups",
+        )
     ]
     assert load_config(file, [*words, *said]) == config
 
