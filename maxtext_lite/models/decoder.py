@@ -209,9 +209,10 @@ class _Modules(nnx.Module):
         self.embedding = Embedding(shape, rngs=rngs)
         self.layers = _layers(shape, block, rngs)
         self.dense_layers = _stack(shape, "dense_layers", block, rngs) if shape.num_dense_layers else None
-        self.mtp_layers = _stack(shape, MTP_LAYERS, block, rngs) if shape.mtp_num_layers else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
+        # Last, so the other parameters are drawn as without it.
+        self.mtp_layers = _stack(shape, MTP_LAYERS, block, rngs) if shape.mtp_num_layers else None
 
 
 def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:

@@ -108,7 +108,7 @@ def test_layers_of_a_checkpoint_have_transformers_logits_and_are_written_back_to
     source, out = tmp_path / "source", tmp_path / "out"
     theirs, heads = directory_of(name, source)
     decoder, params = load(source)
-    assert "left out" not in capsys.readouterr().err
+    assert "ignored" not in capsys.readouterr().err
     batch = {"tokens": ROWS, "targets": ROWS, "segments": SEGMENTS}
     batch["weights"] = (SEGMENTS > 0).astype(np.float32)
 
@@ -141,8 +141,8 @@ def test_layers_are_passed_over_or_new_or_refused_each_in_a_line(tmp_path, capsy
     directory_of("glm4_moe", tmp_path)
     whole = load(tmp_path)[1]
     capsys.readouterr()
-    decoder, plain = load(tmp_path, 0)
-    assert "further tokens are left out" in capsys.readouterr().err
+    without, plain = load(tmp_path, 0)
+    assert "predict further tokens are ignored" in capsys.readouterr().err
     equal(plain, {name: x for name, x in whole.items() if name != MTP_LAYERS})
     with pytest.raises(UserError, match=r"model\.layers\.4"):
         load(tmp_path, 3)
@@ -160,6 +160,8 @@ def test_layers_are_passed_over_or_new_or_refused_each_in_a_line(tmp_path, capsy
     safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
     decoder, params = load(tmp_path)
     assert "multi-token prediction are new" in capsys.readouterr().err
-    made = decoder.with_adapters(params, jax.random.key(3))
-    equal(made[MTP_LAYERS], decoder.init(jax.random.key(3))[MTP_LAYERS])
+    key = jax.random.key(3)
+    new, made = decoder.init(key), decoder.with_adapters(params, key)
+    equal(made[MTP_LAYERS], new.pop(MTP_LAYERS))
+    equal(new, without.init(key))  # whose other parameters are drawn alike
     equal({name: x for name, x in made.items() if name != MTP_LAYERS}, plain)
