@@ -55,13 +55,9 @@ class LayerOnDevice:
 
     def of_mixer(self, mixer: str) -> "LayerOnDevice":
         """The layer with this as attention or in its place."""
-        own = self.config.global_attention
-        if mixer != "global_attention" or own is None:
-            return dataclasses.replace(self, mixer=mixer)
-        heads = {"head_dim": own.global_head_dim, "base_num_kv_heads": own.global_num_kv_heads}
-        if own.global_num_query_heads is not None:
-            heads["base_num_query_heads"] = own.global_num_query_heads
-        return dataclasses.replace(self, config=self.config.model_copy(update={**heads, "global_attention": None}))
+        if mixer == "global_attention":
+            return dataclasses.replace(self, config=self.config.of_global_layers)
+        return dataclasses.replace(self, mixer=mixer)
 
     @property
     def without_keys(self) -> "LayerOnDevice":
@@ -523,10 +519,8 @@ def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
     if num_parts("embed", mesh) == 1:
         return
     if config.num_experts == 1:
-        heads = [
-            each.base_num_query_heads * each.head_dim for each in (config, layer.of_mixer("global_attention").config)
-        ]
-        widest = max(config.base_mlp_dim, *heads) // tensor
+        of_heads = [each.base_num_query_heads * each.head_dim for each in (config, config.of_global_layers)]
+        widest = max(config.base_mlp_dim, *of_heads) // tensor
         why = "the widest matrix of a layer, and the next on its way"
         yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * layer.width, why, LAYERS)
     elif mesh["fsdp"] * mesh["context"] > 1:

@@ -223,9 +223,10 @@ def token_multiple(kernel: str, num_context_shards: int) -> int:
 
 
 def needs_of(config: Config) -> Needs:
-    """What the layers and rows of a config need from a kernel."""
+    """What the layers and rows of a config need from a kernel: with `auto`, global layers choose their own."""
+    everywhere = config if config.attention == "auto" else config.of_global_layers
     return Needs(
-        head_dim=config.head_dim if config.global_attention is None else config.global_attention.global_head_dim,
+        head_dim=max(config.head_dim, everywhere.head_dim),
         window=not {*LOCAL_KINDS}.isdisjoint(config.pattern) and config.sliding_window_size < config.max_target_length,
         chunks="chunked" in config.pattern and config.chunk_attn_window_size < config.max_target_length,
         soft_cap=config.attn_logits_soft_cap,

@@ -846,6 +846,19 @@ class ModelConfig(Section):
         return cast("tuple[MlpKind, ...]", kinds_in(self.mlp_pattern))
 
     @property
+    def of_global_layers(self) -> Self:
+        """The keys with the heads of layers without a window as those of all."""
+        own = self.global_attention
+        if own is None:
+            return self
+        heads = {
+            "head_dim": own.global_head_dim,
+            "base_num_query_heads": own.global_num_query_heads or self.base_num_query_heads,
+            "base_num_kv_heads": own.global_num_kv_heads,
+        }
+        return self.model_copy(update={**heads, "global_attention": None})
+
+    @property
     def per_layer_inputs_dim(self) -> int:
         """Width of a token's inputs to all layers; 0: there are none."""
         return self.base_num_decoder_layers * self.hidden_size_per_layer_input

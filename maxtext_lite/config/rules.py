@@ -113,6 +113,8 @@ _IDLE = (
             "qk_norm",
             "attention_sinks",
             "clip_qkv",
+            "global_attention",
+            "shared_kv",
             "inverse_layer_scaling",
             "position_temperature",
         ),
@@ -127,6 +129,11 @@ _IDLE = (
         lambda config: not {*LOCAL_KINDS} & {*config.pattern},
         "layer_pattern",
         ("rope_local_max_timescale",),
+    ),
+    _Idle(
+        lambda config: {*config.pattern} <= {*LOCAL_KINDS},
+        "layer_pattern",
+        ("global_attention",),
     ),
     _Idle(
         lambda config: "chunked" not in config.pattern,
@@ -174,7 +181,6 @@ def _kv_heads(config: Config) -> Refusal | None:
 
 
 def _global_attention(config: Config) -> Refusal | None:
-    """Heads of layers without a window are those of ordinary attention."""
     key, own = "global_attention", config.global_attention
     if own is None:
         return None
@@ -186,11 +192,6 @@ def _global_attention(config: Config) -> Refusal | None:
     if own.rotary_dim % 2 or not own.rotary_dim:
         near = dataclasses.replace(own, global_partial_rotary_factor=None)
         return refuse(config, key, f"rotates {own.rotary_dim} dims, not an even number", near)
-    if "global_attention" not in model_shape(config).mixers:
-        return refuse(config, key, f"has no effect with layer_pattern={value_text(config.layer_pattern)}", None)
-    for other, plain in (("mla", None), ("attention_sinks", False)):
-        if getattr(config, other) != plain:
-            return refuse(config, key, f"is beside {other}", None, {other: plain})
     return None
 
 
@@ -210,9 +211,9 @@ def _rotary_share(config: Config) -> Refusal | None:
     key, dims, width = "partial_rotary_factor", config.rotary_dim, config.head_dim
     if config.partial_rotary_factor == 1:
         return None
-    if config.mla is not None or config.trainable_position_size:
-        other = "trainable_position_size" if config.mla is None else "mla"
-        return refuse(config, key, f"has no effect with {other}", 1)
+    for other in ("mla", "trainable_position_size"):
+        if getattr(config, other):
+            return refuse(config, key, f"does not work with {other}", 1)
     if dims == 0 or dims % 2:
         near = [even / width for even in (dims - 1, dims + 1) if 0 < even <= width]
         return refuse(config, key, f"x head_dim={width} rotates {dims} dims, not an even number", *near)
@@ -264,7 +265,7 @@ def _mixers(config: Config) -> Refusal | None:
     """Kinds of layers in stacks of their own all occur, and a pattern says which have experts."""
     pattern, layers = config.pattern, config.base_num_decoder_layers
     mixers = model_shape(config).mixers
-    if len({*mixers}) == 1:
+    if len({*mixers}) == 1 and config.shared_kv is None:
         return None
     if {*mixers[:layers]} != {*mixers}:
         rule = f"has kinds that are not among base_num_decoder_layers={layers}"
@@ -356,7 +357,7 @@ def _beyond_a_stage(config: Config) -> Refusal | None:
 
 
 def _shared_kv(config: Config) -> Refusal | None:
-    """Layers without keys have an earlier layer of their kind that has some, in ordinary attention."""
+    """Layers without keys have an earlier layer of their kind that has some."""
     key, shared, kinds = "shared_kv", config.shared_kv, config.layer_kinds
     if shared is None:
         return None
@@ -364,14 +365,12 @@ def _shared_kv(config: Config) -> Refusal | None:
     if shared.num_kv_shared_layers > most:
         near = dataclasses.replace(shared, num_kv_shared_layers=most) if most else None
         return refuse(config, key, "leaves a kind of layer without one that has keys", near)
-    if config.mla is not None or not {*kinds} <= {*ATTENTION_KINDS}:
-        return refuse(config, key, "needs layers with ordinary attention", None)
+    if not {*kinds} <= {*ATTENTION_KINDS}:
+        return refuse(config, key, "needs layers with attention", None)
     if shared.use_double_wide_mlp and config.num_experts > 1:
         near = dataclasses.replace(shared, use_double_wide_mlp=False)
         return refuse(config, key, f"does not widen the experts of num_experts={config.num_experts}", near)
-    if config.routed_bias:
-        return refuse(config, "routed_bias", f"beside {key}, whose experts are in several stacks", False)
-    return _first_dense(config, f"beside {key}")
+    return None
 
 
 def _gated_activation(config: Config) -> Refusal | None:

@@ -178,8 +178,9 @@ class GlobalHeads(Part):
         kv_heads = fields.whole("num_global_key_value_heads", own["num_key_value_heads"])
         if shares:
             own["num_key_value_heads"] = kv_heads
+        is_stated = fields.peek("per_layer_config") is not None
         stated = fields.mapping("per_layer_config")
-        if stated:
+        if is_stated:
             layers = fields.global_layers
             given = {name.lstrip("0") or "0": each for name, each in stated.items() if isinstance(each, dict)}
             own = usual | given.get(str(layers[-1]), {}) if layers else usual
@@ -188,7 +189,7 @@ class GlobalHeads(Part):
             if wide != due or own.keys() != usual.keys() or len(given) != len(stated):
                 why = "cannot be expressed: all layers without a window have the same heads, and all others the usual."
                 fields.refuse("per_layer_config", stated, why)
-        fields.names["global_attention"] = "per_layer_config" if stated else "global_head_dim"
+        fields.names["global_attention"] = "per_layer_config" if is_stated else "global_head_dim"
         if own == usual and not shares:
             return {"global_attention": {}}
         heads = {"global_head_dim": own["head_dim"], "global_num_kv_heads": own["num_key_value_heads"]}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,14 @@ class CachedAttend:
       position_BT: positions of the new tokens, each below the cache's S.
       layer: number of the layer in the cache.
       scoring: how queries score keys, and how many they see; with a scale, because keys may be wider in the cache.
+      is_wide: the layer is in the cache's `wide`.
     """
 
     position_BT: Array
     cache: KVCache
     layer: Array
     scoring: Scoring = PLAIN
+    is_wide: bool = False
 
     def __call__(
         self, q_BTNH: Array, k_BTKH: Array | None, v_BTKW: Array | None, sink_N: Array | None
@@ -83,11 +85,12 @@ class CachedAttend:
           sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
         """
         B, T, N, _ = q_BTNH.shape
-        key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH, q_BTNH.dtype)
+        cache: Any = self.cache.wide if self.is_wide else self.cache
+        key_LBKSH, key_BKSH = self._written(cache.key, k_BTKH, q_BTNH.dtype)
         value_LBKSW = None
         value_BKSW = key_BKSH
-        if self.cache.value is not None:
-            value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW, q_BTNH.dtype)
+        if cache.value is not None:
+            value_LBKSW, value_BKSW = self._written(cache.value, v_BTKW, q_BTNH.dtype)
         attend = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
         # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
         num_blocks = T // _QUERIES
@@ -101,7 +104,8 @@ class CachedAttend:
             contexts.append(jnp.moveaxis(context, 0, 1).reshape(B, whole, N, -1))
         if whole < T:
             contexts.append(attend(q_BTNH[:, whole:], self.position_BT[:, whole:]))
-        return jnp.concatenate(contexts, axis=1), self.cache._replace(key=key_LBKSH, value=value_LBKSW)
+        cache = cache._replace(key=key_LBKSH, value=value_LBKSW)
+        return jnp.concatenate(contexts, axis=1), self.cache._replace(wide=cache) if self.is_wide else cache
 
     def _attend(
         self,

@@ -450,7 +450,7 @@ class Decoder:
                 segment_BT = _chunks(stream, scoring.chunk)
 
             def attend(q_BTNH: Array, k_BTKH: Any, v_BTKH: Any, sink_N: Array | None) -> Any:
-                kernel = self.shape.attention
+                kernel = self.shape.of_kind(kind).attention
                 strategy = self.shape.context_strategy
                 if cache is not None and k_BTKH is None:
                     k_BTKH, v_BTKH = cache[kind]
@@ -556,11 +556,13 @@ class Decoder:
             carry = scan_pattern(layer, kinds_of, (stream.x_BTD, stream.aux, cache), entries)
         else:
             sharing = {name: entries.pop(name) for name in (*entries,) if str(name).endswith("shared")}
+            last = shape.num_caching_layers
             carry = (stream.x_BTD, stream.aux, cache if is_decoding else self._no_keys(stream))
-            x_BTD, aux, cache = scan_pattern(layer, kinds_of, carry, entries)
+            x_BTD, aux, cache = scan_pattern(layer, kinds_of[: last - first], carry, entries)
             if not is_decoding:  # not carried on, so one copy serves the backward pass of all layers that share
                 shared, cache = cache, None
-            carry = scan_pattern(layer, shape.layers_from(shape.num_caching_layers), (x_BTD, aux, cache), sharing)
+            kinds_of = shape.layers_from(last)[: shape.num_layers - last]
+            carry = scan_pattern(layer, kinds_of, (x_BTD, aux, cache), sharing)
         x_BTD, aux, cache = carry
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 

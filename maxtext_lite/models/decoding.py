@@ -97,9 +97,7 @@ def decode(
             return Memory(segment_BT, position_BT, state, kind, cache, layer)
         scoring = shape.scoring(kind)
         scoring = dataclasses.replace(scoring, scale=scoring.scale_of(shape.of_kind(kind).head_dim))
-        if mixer == "attention":
-            return CachedAttend(position_BT, cache, layer, scoring)
-        return _wide(CachedAttend(position_BT, cache.wide, layer, scoring), cache)
+        return CachedAttend(position_BT, cache, layer, scoring, is_wide=mixer != "attention")
 
     first = shape.num_dense_layers
     stream = decoder.embedded(params, token_BT, segment_BT, position_BT)
@@ -108,16 +106,6 @@ def decode(
     # A capacity is for training: here a token's output would depend on how many are decoded at once.
     stream, cache = decoder.scan_layers(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
     return decoder.final_norm(params, stream.x_BTD), cache
-
-
-def _wide(attend: Attend, cache: KVCache) -> Attend:
-    """`attend`, which keeps the cache of layers without a window, with the whole cache."""
-
-    def attend_wide(*of_tokens: Any) -> tuple[Array, KVCache]:
-        context_BTNH, wide = attend(*of_tokens)
-        return context_BTNH, cache._replace(wide=wide)
-
-    return attend_wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,6 +128,7 @@ class DecoderShape(ModelShape):
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
       width_ratio: layers' matrices start with that standard deviation over the root of this.
       attention: name of the kernel, a name of the registry's kind `attention`.
+      global_kernel: that of layers without a window, where `global_attention` gives them other heads.
       quantization: of the matmuls with layers' weights.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are recomputed. None: all are kept.
@@ -164,6 +165,7 @@ class DecoderShape(ModelShape):
     saved: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
+    global_kernel: str = "dot_product"
     context_strategy: str = "all_gather"
     experts: ExpertShape | None = None
     lora: Lora | None = None
@@ -177,6 +179,11 @@ class DecoderShape(ModelShape):
         period = math.lcm(len(self.pattern), len(self.mlp_kinds) if self.is_mixed else 1)
         layers = range(first, first + period)
         return tuple((self.pattern[layer % len(self.pattern)], self.stack_name(layer)) for layer in layers)
+
+    def of_mixer(self, mixer: str) -> Self:
+        """The shape with the heads of layers with one of `mixers`, and their kernel."""
+        shape = super().of_mixer(mixer)
+        return shape if shape is self else dataclasses.replace(shape, attention=self.global_kernel)
 
     def rope(self, kind: str) -> Rope | None:
         """The rotation of queries and keys in layers of this kind; None: they are not rotated."""

@@ -188,14 +188,17 @@ def make_decoder(
     """
     shape = decoder_shape(config)
     accelerator = Accelerator.of(platform)
+    shards = 1 if plan is None else plan.mesh["context"]
     try:
-        kernel = attention_kernel(config, accelerator, 1 if plan is None else plan.mesh["context"])
+        kernel = attention_kernel(config, accelerator, shards).name
+        global_kernel = attention_kernel(config.of_global_layers, accelerator, shards).name
     except ValueError as error:
         raise UserError(str(error)) from None
     if shape.experts is not None:
         matmul = grouped_matmul_kernel(accelerator, config.dtype)
         shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, matmul=matmul))
-    return model(dataclasses.replace(shape, attention=kernel.name), None if plan is None else _pipeline(plan))
+    shape = dataclasses.replace(shape, attention=kernel, global_kernel=global_kernel)
+    return model(shape, None if plan is None else _pipeline(plan))
 
 
 def make_plain_decoder(config: Config) -> Decoder:
