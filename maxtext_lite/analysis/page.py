@@ -39,6 +39,11 @@ def render_page(runs: Sequence[Run]) -> str:
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.ChainableUndefined
     )
+    functions = (
+        advice, bytes_text, counted, _differs, _last_second, _length_rows, long_number, memory_parts, plain,
+        _source_rows, _stage_rows, status,
+    )  # fmt: skip
+    pages.globals.update({function.__name__.lstrip("_"): function for function in functions})
     pages.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return pages.get_template("page.html").render(
         runs=runs,
@@ -55,18 +60,6 @@ def render_page(runs: Sequence[Run]) -> str:
         environment_rows=_beside([_environment(run) for run in runs]),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
-        advice=advice,
-        bytes_text=bytes_text,
-        counted=counted,
-        differs=_differs,
-        last_second=_last_second,
-        length_rows=_length_rows,
-        long_number=long_number,
-        memory_parts=memory_parts,
-        plain=plain,
-        source_rows=_source_rows,
-        stage_rows=_stage_rows,
-        status=status,
     )
 
 

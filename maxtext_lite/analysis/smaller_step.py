@@ -1,8 +1,8 @@
 """Keys that make a step fit on a device: it holds less and computes the same."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Sequence
 
-from maxtext_lite.batching.ledger import Part
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import bytes_text, divisors, settings_of
@@ -59,16 +59,24 @@ def smaller_step(config: Config, plan: BatchPlan, plan_of: Planner, share: float
 
 
 def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, BatchPlan] | None:
-    """The first change that makes something smaller, and its plan."""
-    batches = _batches(plan)
-    for keys, found in _planned(config, _halves(config, plan), plan_of):
-        if _batches(found) == batches and _most_rows(found) < _most_rows(plan):
-            return keys, found
-    parts: dict[Part, Iterator[Keys]] = {"activations": _stronger_remat(config), "logits": _more_tiles(config)}
-    for part, changes in parts.items():
-        for keys, found in _planned(config, changes, plan_of):
-            if found.memory.most(part) < plan.memory.most(part):
-                return keys, found
+    """The first change that makes something smaller and keeps the batches, and its plan."""
+    after = REMAT_ORDER.index(config.remat_policy) + 1 if config.remat_policy in REMAT_ORDER else 0
+    remats: list[Keys] = [
+        {"remat_policy": policy, "remat_save": "", "remat_offload": ""} for policy in REMAT_ORDER[after:]
+    ]
+    numbers = divisors(config.max_target_length)
+    tiles: list[Keys] = [{"num_vocab_tiling": number} for number in numbers if number > max(config.num_vocab_tiling, 1)]
+    changes: tuple[tuple[Sequence[Keys], Callable[[BatchPlan], int]], ...] = (
+        (_halves(config, plan), lambda plan: max(plan.slots_for(stage.micro_batch_to_train) for stage in plan.stages)),
+        (remats, lambda plan: plan.memory.most("activations")),
+        (tiles, lambda plan: plan.memory.most("logits")),
+    )
+    for candidates, size in changes:
+        for keys in candidates:
+            with contextlib.suppress(UserError):  # it cannot be planned
+                found = plan_of(config.model_copy(update=keys))
+                if _batches(found) == _batches(plan) and size(found) < size(plan):
+                    return keys, found
     return None
 
 
@@ -76,39 +84,15 @@ def _batches(plan: BatchPlan) -> list[tuple[int, int]]:
     return [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
 
 
-def _most_rows(plan: BatchPlan) -> int:
-    return max(plan.slots_for(stage.micro_batch_to_train) for stage in plan.stages)
-
-
-def _halves(config: Config, plan: BatchPlan) -> Iterator[Keys]:
+def _halves(config: Config, plan: BatchPlan) -> list[Keys]:
+    """Half as many rows in a micro-batch; of a ramp in all its batches if they divide."""
+    if config.batch_schedule:
+        return [{"per_device_batch_size": config.per_device_batch_size / 2}]
     keys: Keys = {
         "per_device_batch_size": plan.per_device_batch_size / 2,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps * 2,
     }
-    if config.enable_rampup_batch_size:
-        ramp = ("per_device_batch_size_start", "per_device_batch_size_increment")
-        yield keys | {name: getattr(config, name) / 2 for name in ramp}
-    if config.batch_schedule:
-        keys = {"per_device_batch_size": config.per_device_batch_size / 2}
-    yield keys
-
-
-def _stronger_remat(config: Config) -> Iterator[Keys]:
-    after = REMAT_ORDER.index(config.remat_policy) + 1 if config.remat_policy in REMAT_ORDER else 0
-    for policy in REMAT_ORDER[after:]:
-        yield {"remat_policy": policy, "remat_save": "", "remat_offload": ""}
-
-
-def _more_tiles(config: Config) -> Iterator[Keys]:
-    for pieces in divisors(config.max_target_length):
-        if pieces > max(config.num_vocab_tiling, 1):
-            yield {"num_vocab_tiling": pieces}
-
-
-def _planned(config: Config, changes: Iterator[Keys], plan_of: Planner) -> Iterator[tuple[Keys, BatchPlan]]:
-    """The changes that can be planned."""
-    for keys in changes:
-        try:
-            yield keys, plan_of(config.model_copy(update=keys))
-        except UserError:
-            continue
+    if not config.enable_rampup_batch_size:
+        return [keys]
+    ramp = ("per_device_batch_size_start", "per_device_batch_size_increment")
+    return [keys | {name: getattr(config, name) / 2 for name in ramp}, keys]
