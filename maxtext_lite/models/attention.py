@@ -322,24 +322,26 @@ def largest_logits(q_BTNH: Array, k_BSKH: Array, segment_BT: Array, scoring: Sco
 
     The arguments are those of `attention`. It has no gradient, and computes all scores once more, tile by tile of keys.
     """
-    num_tokens = q_BTNH.shape[1]
     q_BTKGH = grouped(jax.lax.stop_gradient(q_BTNH), k_BSKH.shape[2])
-    number_T = jnp.asarray(context_order(num_tokens, context_shards()))
-    keys = (jax.lax.stop_gradient(k_BSKH), segment_BT, number_T[None])
-    k_BSKH, segment_BS, number_1S = (whole_blocks(x, _TILE, value=-1) for x in keys)
+    number_T = jnp.asarray(context_order(q_BTNH.shape[1], context_shards()))
 
-    def look(largest_BKG: Array, first: Array) -> tuple[Array, None]:
-        k_BSKH_, segment_BS_, number_1S_ = (part(x, first, _TILE, 1) for x in (k_BSKH, segment_BS, number_1S))
-        distance_TS = number_T[:, None] - number_1S_
-        seen_BTS = (segment_BT[:, :, None] == segment_BS_[:, None]) & (segment_BT > 0)[:, :, None] & (distance_TS >= 0)
+    def tiles(x: Array) -> Array:
+        blocks = whole_blocks(x, _TILE, value=-1)
+        return jnp.moveaxis(blocks.reshape(len(x), -1, _TILE, *x.shape[2:]), 1, 0)
+
+    def look(largest_BKG: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        k_BSKH, segment_BS, number_1S = tile
+        distance_TS = number_T[:, None] - number_1S
+        seen_BTS = (segment_BT[:, :, None] == segment_BS[:, None]) & (segment_BS[:, None] > 0) & (distance_TS >= 0)
         if scoring.window is not None:
             seen_BTS &= distance_TS < scoring.window
-        score_BKGTS = scoring.scale_of(q_BTNH.shape[-1]) * _dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH_)
+        score_BKGTS = scoring.scale_of(q_BTNH.shape[-1]) * _dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
         score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, 0)
         return jnp.maximum(largest_BKG, jnp.max(score_BKGTS, axis=(-2, -1))), None
 
     zeros_BKG = jnp.zeros((len(q_BTNH), *q_BTKGH.shape[2:4]), jnp.float32)
-    found_BKG, _ = jax.lax.scan(look, zeros_BKG, jnp.arange(0, k_BSKH.shape[1], _TILE))
+    keys = (jax.lax.stop_gradient(k_BSKH), segment_BT, number_T[None])
+    found_BKG, _ = jax.lax.scan(look, zeros_BKG, jax.tree.map(tiles, keys))
     return found_BKG.reshape(len(q_BTNH), -1)
 
 

@@ -250,17 +250,16 @@ def per_replica(where: NamedSharding) -> NamedSharding:
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
 
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def zero1_sharding(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """`where` with its first divisible dim also split over the data axis; `where` itself if none is."""
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
-    for dim, entry in enumerate(spec):
-        if entry is None:
-            axes = ()
-        elif isinstance(entry, str):
-            axes = (entry,)
-        else:
-            axes = tuple(entry)
+    for dim, axes in enumerate(map(_names, spec)):
         parts = math.prod(where.mesh.shape[axis] for axis in (*axes, data))
         if shape[dim] % parts == 0:
             spec[dim] = (*axes, data)
@@ -288,7 +287,7 @@ def over_whole_matrices(
       apart: mesh axes over which nothing is exchanged.
     """
     mesh = where.mesh
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in where.spec]
+    entries = [_names(entry) for entry in where.spec]
     moves = [(dim + 1, names) for dim, names in enumerate(entries[num_stacked:]) if names]
     taken = {*apart, *(name for names in entries for name in names)}
     same = tuple(name for name in mesh.axis_names if name not in taken)

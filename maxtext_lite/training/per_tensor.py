@@ -1,7 +1,7 @@
 """Optimizers that treat each tensor by itself: adafactor and muon on stacks of layers and of experts."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,12 @@ def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
         beta=0.0, nesterov=False, eps=config.adam_eps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
     )
 
-    def orthogonalize(x: Array, axes: tuple[str, ...]) -> Array:
+    def label(leaf: tuple[str, ...]) -> str:
+        return "muon" if unstacked(leaf) != leaf and is_matrix(leaf) else "adam"
+
+    def orthogonalize(x: Any, axes: tuple[str, ...]) -> Any:
+        if label(axes) == "adam":
+            return x
         matrix = per_tensor_axes(axes)
         num_stacked = len(axes) - len(matrix)
         cut = num_stacked + num_inputs(matrix)
@@ -119,16 +124,8 @@ def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
             x = over_whole_matrices(of_stack, x, where, num_stacked, apart)
         return 0.2 * jnp.sqrt(max(rows, columns)) * x
 
-    def is_masked(node: object) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
     def orthogonalize_all(updates: Tree, _: Tree) -> Tree:
-        return jax.tree.map(
-            lambda x, axes: x if is_masked(x) else orthogonalize(x, axes), updates, axes, is_leaf=is_masked
-        )
-
-    def label(leaf: tuple[str, ...]) -> str:
-        return "muon" if unstacked(leaf) != leaf and is_matrix(leaf) else "adam"
+        return jax.tree.map(orthogonalize, updates, axes, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
 
     return optax.partition(
         {

@@ -402,11 +402,9 @@ def with_moments_converted(parts: StepContext, state: TrainState, then: Gradient
     def convert(opt_state: optax.MultiStepsState) -> optax.MultiStepsState:
         return parts.optimizer.narrow(then.widen(opt_state))
 
-    where = state_shardings(parts).opt_state
-    on_devices = jax.tree.map(lambda leaf: leaf.with_memory_kind("device"), where)
     opt_state = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), state.opt_state)
-    converted = jax.jit(jax.vmap(convert) if parts.local else convert, out_shardings=on_devices)(opt_state)
-    return dataclasses.replace(state, opt_state=jax.device_put(converted, where))
+    converted = jax.jit(jax.vmap(convert) if parts.local else convert)(opt_state)
+    return dataclasses.replace(state, opt_state=jax.device_put(converted, state_shardings(parts).opt_state))
 
 
 def init_state(parts: StepContext, seed: int) -> TrainState:
