@@ -176,14 +176,10 @@ def errors_of(piece: Piece, parts: StepContext, batch: Rows) -> jax.Array:
         worst = jnp.argmax(numbers[..., 0] / numbers[..., 1], axis=0)  # NaN counts as the largest
         return jnp.take_along_axis(numbers, worst[None, :, None], axis=0)[0]
 
-    options = compile_options(mesh.devices.flat[0].platform, parts.config.quantization)
+    is_quick = mesh.devices.flat[0].platform == "gpu" and parts.config.quantization == "none"
+    options = _QUICKLY_COMPILED if is_quick else None
     with jax.set_mesh(mesh):
         return jax.jit(of_batch, out_shardings=sharding(mesh), compiler_options=options)(jax.random.key(0), batch)
-
-
-def compile_options(platform: str, quantization: str) -> dict[str, Any] | None:
-    """How the check of a run is compiled; None: as its step is."""
-    return _QUICKLY_COMPILED if platform == "gpu" and quantization == "none" else None
 
 
 def _pieces(parts: StepContext, chosen: Mapping[str, int]) -> Iterator[Piece]:

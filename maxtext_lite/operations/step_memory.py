@@ -51,9 +51,6 @@ class MemoryHook(Hook):
             return
         found: dict[str, Any] = {"planned_bytes": self._planned, "limit_bytes": self._run.plan.memory.limit}
         for name, size in (("compiled", self.compiled), ("measured", self.measured)):
-            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": self._error_to(size)}
+            error = None if self._planned is None or not size else self._planned / size - 1
+            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": error}
         write_json(self._run.files.directory / "memory.json", found)
-
-    def _error_to(self, size: int | None) -> float | None:
-        """The relative error of the plan; None where one of the two is unknown."""
-        return None if self._planned is None or not size else self._planned / size - 1

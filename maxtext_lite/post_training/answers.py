@@ -302,16 +302,11 @@ def _fitted(
                 tokenized = tuple(each._replace(is_answer=each.is_answer[:most]) for each in tokenized)
             if not all(each.is_answer[1:].any() for each in tokenized):
                 counts["without"] += 1
-            elif len(tokenized) > 1 and _are_alike(*tokenized):
+            elif len(tokenized) > 1 and all(map(np.array_equal, tokenized[0][:2], tokenized[1][:2])):
                 counts["alike"] += 1
             else:
                 kept.append(tokenized)
     return kept, _sentences(config, len(lines), len(texts), counts)
-
-
-def _are_alike(chosen: Tokenized, rejected: Tokenized) -> bool:
-    """Whether the answers of a pair do not differ, at least not as far as they fit."""
-    return np.array_equal(chosen.token_ids, rejected.token_ids) and np.array_equal(chosen.is_answer, rejected.is_answer)
 
 
 def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:

@@ -79,18 +79,27 @@ def open_prompts(config: RLRunConfig) -> tuple[PromptSource, PromptSource | None
         too long and must not be dropped, or nothing is left to train on or to hold out.
     """
     maker = _PromptMaker(config, Renderer(config, load_tokenizer(config)))
+    held_out: PromptSource | None = None
     if config.dataset_type == "arithmetic":
-        return _open_arithmetic(maker)
-    lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))
-    if not lines:
-        raise UserError(f"dataset_path={config.dataset_path!r} has no line and thus no prompt.")
+        total = num_problems(config)
+        count = 0 if config.eval_dataset_path else num_held_out(config.eval_fraction, total, "problems")
+        training = ArithmeticPrompts(maker, 0, total - count)
+        training.check_lengths()
+        if count:
+            held_out = ArithmeticPrompts(maker, total - count, count)
+    else:
+        lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))
+        if not lines:
+            raise UserError(f"dataset_path={config.dataset_path!r} has no line and thus no prompt.")
+        # Lines are counted before any is dropped: these are the lines that SFT would hold out.
+        count = 0 if config.eval_dataset_path else num_held_out(config.eval_fraction, len(lines), "lines")
+        training = _fitted(maker, lines[: len(lines) - count], "dataset_path")
+        if count:
+            held_out = _fitted(maker, lines[-count:], "dataset_path")
     if config.eval_dataset_path:
-        return _fitted(maker, lines, "dataset_path"), _evaluation_file(maker)
-    count = num_held_out(config.eval_fraction, len(lines), "lines")
-    if count == 0:
-        return _fitted(maker, lines, "dataset_path"), None
-    # Lines are counted before any is dropped: these are the lines that SFT would hold out.
-    return _fitted(maker, lines[:-count], "dataset_path"), _fitted(maker, lines[-count:], "dataset_path")
+        lines = list(_read_lines(maker, "eval_dataset_path", single_path(config.eval_dataset_path)))
+        held_out = _fitted(maker, lines, "eval_dataset_path")
+    return training, held_out
 
 
 @dataclass(frozen=True)
@@ -228,22 +237,6 @@ class _PromptLine(NamedTuple):
 
     rendered: Rendered
     fields: dict[str, Any]
-
-
-def _open_arithmetic(maker: _PromptMaker) -> tuple[PromptSource, PromptSource | None]:
-    config = maker.config
-    total = num_problems(config)
-    held_out = 0 if config.eval_dataset_path else num_held_out(config.eval_fraction, total, "problems")
-    training = ArithmeticPrompts(maker, 0, total - held_out)
-    training.check_lengths()
-    if config.eval_dataset_path:
-        return training, _evaluation_file(maker)
-    return training, ArithmeticPrompts(maker, total - held_out, held_out) if held_out else None
-
-
-def _evaluation_file(maker: _PromptMaker) -> FilePrompts:
-    lines = list(_read_lines(maker, "eval_dataset_path", single_path(maker.config.eval_dataset_path)))
-    return _fitted(maker, lines, "eval_dataset_path")
 
 
 def _read_lines(maker: _PromptMaker, key: str, path: str) -> Iterator[_PromptLine]:

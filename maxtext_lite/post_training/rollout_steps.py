@@ -218,11 +218,6 @@ class RLRun:
             self.rewards.close()
 
 
-def waiting_seconds(config: RLRunConfig) -> float:
-    """The longest time that the rewards of a chunk and a server's answer may take."""
-    return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
-
-
 def shared(scores: Scores | None) -> Scores:
     """The first host's scores on all hosts, because functions need not be deterministic. All hosts call it."""
     return pickle.loads(bytes_of_host(0, pickle.dumps(scores)))
@@ -469,7 +464,9 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = (), recorde
     """
     phases.begin()
     for phase in ("start-up", "rollout", "evaluation"):
-        watchdog.allow(phase, waiting_seconds(config))
+        # Rewards of a chunk and a server's answer have limits of their own.
+        answer_seconds = 0.0 if config.rollout_engine == "local" else ANSWER_SECONDS
+        watchdog.allow(phase, longest_seconds(config) + answer_seconds)
     with contextlib.closing(open_rl_run(config, recorded)) as rl:
         phases.mark("data")
         return train_run(
@@ -682,7 +679,12 @@ class RolloutSteps:
         self._record(step, judged)
         self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
         record = batch_record(judged)
-        self._say_equal(record["equal_reward_groups"] == 1)
+        self._equal_batches = self._equal_batches + 1 if record["equal_reward_groups"] == 1 else 0
+        if self._equal_batches == _EQUAL_BATCHES:
+            self._say(
+                f"reward: in the last {_EQUAL_BATCHES} batches no two responses to the same prompt had different "
+                "rewards, from which nothing is learned; rollouts.jsonl has responses with their rewards"
+            )
         return sums, {"prompts_seen": first + num_prompts, **record}
 
     def _refuse_failing(self, scores: Scores) -> None:
@@ -694,15 +696,6 @@ class RolloutSteps:
         if before.traceback:
             self._say(before.traceback)
         raise RewardError(f"In two batches in a row rewards failed for every response. {before.messages[0]} Mend it.")
-
-    def _say_equal(self, equal: bool) -> None:
-        """Warns when as many batches in a row had no two different rewards in any group."""
-        self._equal_batches = self._equal_batches + 1 if equal else 0
-        if self._equal_batches == _EQUAL_BATCHES:
-            self._say(
-                f"reward: in the last {_EQUAL_BATCHES} batches no two responses to the same prompt had different "
-                "rewards, from which nothing is learned; rollouts.jsonl has responses with their rewards"
-            )
 
     def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
         """The sums plus those of a chunk; before the first of this start, hooks get its rows."""

@@ -485,7 +485,8 @@ class HttpEngine:
                 list(request.token_ids),
                 max_new_tokens,
                 sampling,
-                seed=_seed_of(self._seed, request.key),
+                # 31 bits, which servers accept; the same in every process.
+                seed=int.from_bytes(hashlib.sha256(repr((self._seed, *request.key)).encode()).digest()[:4], "big") >> 1,
                 stop_token_ids=self._stop_token_ids,
                 vocab_size=self._vocab_size,
                 weights=self._label,
@@ -534,8 +535,3 @@ def _merged_where_they_are(params: Params) -> Params:
 
     shardings = jax.tree.map(where, params, is_leaf=lambda node: isinstance(node, Adapted))
     return cast(Params, jax.jit(merged, out_shardings=shardings)(params))
-
-
-def _seed_of(seed: int, key: tuple[int, ...]) -> int:
-    """A 31-bit seed, which servers accept, for this seed and key; the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr((seed, *key)).encode()).digest()[:4], "big") >> 1
