@@ -232,18 +232,15 @@ class _PromptMaker(NamedTuple):
         return hashlib.sha256(repr((self.renderer.encoder.tokenizer.fingerprint, *settings)).encode())
 
 
-class _PromptLine(NamedTuple):
-    """A prompt before tokenization, and the fields of its line."""
-
-    rendered: Rendered
-    fields: dict[str, Any]
+_PromptLine = tuple[Rendered, dict[str, Any]]
+"""A prompt before tokenization, and the fields of its line."""
 
 
 def _read_lines(maker: _PromptMaker, key: str, path: str) -> Iterator[_PromptLine]:
     compared = [name for name in reward_names(maker.config) if name in ANSWER_REWARDS]
     for where, value in json_objects(key, path, reads="prompts are read from .jsonl files", wanted=ASKED):
         line = _line(maker, where, value)
-        if compared and not isinstance(line.fields.get("answer"), str):
+        if compared and not isinstance(line[1].get("answer"), str):
             raise UserError(
                 f'{where}: there is no text or number as "answer", which reward_functions={compared[0]} compares '
                 "responses with."
@@ -283,7 +280,7 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
         answer = format(Decimal(repr(answer)), "f")
     if answer is not None:
         fields["answer"] = answer
-    return _PromptLine(maker.rendered(where, key, asked), fields)
+    return maker.rendered(where, key, asked), fields
 
 
 def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> FilePrompts:
@@ -298,7 +295,8 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
     long: list[tuple[str, int]] = []
     for first in range(0, len(lines), _LINES_PER_ENCODING):
         some = lines[first : first + _LINES_PER_ENCODING]
-        for (rendered, fields), tokens in zip(some, maker.renderer.prompt_tokens([w for w, _ in some]), strict=True):
+        of_some = maker.renderer.prompt_tokens([rendered for rendered, _ in some])
+        for (rendered, fields), tokens in zip(some, of_some, strict=True):
             if len(tokens) > most:
                 long.append((rendered.where, len(tokens)))
                 continue
@@ -311,7 +309,7 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
             f"{_longer(maker.config, max(count for _, count in long))} or long_examples=drop."
         )
-    spelled = spelled_notes(sum(line.rendered.num_spelled for line in lines), maker.renderer.encoder.in_text)
+    spelled = spelled_notes(sum(rendered.num_spelled for rendered, _ in lines), maker.renderer.encoder.in_text)
     notes = spelled if not long else (
         *spelled,
         f"{len(long):,} of {counted(len(lines), 'line')} {'was' if len(long) == 1 else 'were'} dropped: prompts longer "
