@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,8 +19,6 @@ from maxtext_lite.data.text_encoder import LONGEST_TAIL, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
 from maxtext_lite.post_training.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
-
-_LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,32 +279,30 @@ def _fitted(
     kept: list[tuple[Tokenized, ...]] = []
     texts = [example for line in lines for example in line]
     counts = Counter(same=sum(not line for line in lines), split=sum(len(line) > 1 for line in lines))
-    for first in range(0, len(texts), _LINES_PER_ENCODING):
-        some = texts[first : first + _LINES_PER_ENCODING]
-        tokens = iter(renderer.tokens([rendered for line in some for rendered in line]))
-        for line in some:
-            tokenized = tuple(next(tokens) for _ in line)
-            longest = max(len(each.token_ids) for each in tokenized)
-            counts["cut"] += sum(each.num_cut for each in tokenized)
-            counts["spelled"] += sum(each.num_spelled for each in tokenized)
-            if longest > most:
-                if config.long_examples == "refuse":
-                    raise UserError(
-                        f"{line[0].where}: {longest} tokens are more than the {most} of max_target_length="
-                        f"{config.max_target_length} and one target. Nearest that work: max_target_length={longest - 1}"
-                        ", long_examples=truncate or long_examples=drop."
-                    )
-                counts["long"] += 1
-                if config.long_examples == "drop":
-                    continue
-                tokenized = tuple(each._replace(token_ids=each.token_ids[:most]) for each in tokenized)
-                tokenized = tuple(each._replace(is_answer=each.is_answer[:most]) for each in tokenized)
-            if not all(each.is_answer[1:].any() for each in tokenized):
-                counts["without"] += 1
-            elif len(tokenized) > 1 and all(map(np.array_equal, tokenized[0][:2], tokenized[1][:2])):
-                counts["alike"] += 1
-            else:
-                kept.append(tokenized)
+    tokens = renderer.tokens([rendered for line in texts for rendered in line])
+    for line in texts:
+        tokenized = tuple(itertools.islice(tokens, len(line)))
+        longest = max(len(each.token_ids) for each in tokenized)
+        counts["cut"] += sum(each.num_cut for each in tokenized)
+        counts["spelled"] += sum(each.num_spelled for each in tokenized)
+        if longest > most:
+            if config.long_examples == "refuse":
+                raise UserError(
+                    f"{line[0].where}: {longest} tokens are more than the {most} of max_target_length="
+                    f"{config.max_target_length} and one target. Nearest that work: max_target_length={longest - 1}"
+                    ", long_examples=truncate or long_examples=drop."
+                )
+            counts["long"] += 1
+            if config.long_examples == "drop":
+                continue
+            tokenized = tuple(each._replace(token_ids=each.token_ids[:most]) for each in tokenized)
+            tokenized = tuple(each._replace(is_answer=each.is_answer[:most]) for each in tokenized)
+        if not all(each.is_answer[1:].any() for each in tokenized):
+            counts["without"] += 1
+        elif len(tokenized) > 1 and all(map(np.array_equal, tokenized[0][:2], tokenized[1][:2])):
+            counts["alike"] += 1
+        else:
+            kept.append(tokenized)
     return kept, _sentences(config, len(lines), len(texts), counts)
 
 

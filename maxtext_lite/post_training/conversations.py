@@ -42,6 +42,8 @@ DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """Fields of a line for DPO."""
 
 
+_TEXTS_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
+
 Encoded = TypeVar("Encoded")
 
 
@@ -187,19 +189,24 @@ class Renderer:
         """The fingerprint of the chat template."""
         return chat_template(self._config).fingerprint
 
-    def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
+    def prompt_tokens(self, rendered: Sequence[Rendered]) -> Iterator[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""
         encoder = self.encoder
-        encoded = self._of_lines(rendered, encoder.encode_rendered)
-        return [
-            encoder.or_end(encoder.begin(token_ids) if each.is_plain else token_ids)
-            for each, token_ids in zip(rendered, encoded, strict=True)
-        ]
+        for each, token_ids in self._encoded(rendered, encoder.encode_rendered):
+            yield encoder.or_end(encoder.begin(token_ids) if each.is_plain else token_ids)
 
-    def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
+    def tokens(self, rendered: Sequence[Rendered]) -> Iterator[Tokenized]:
         """The tokens of texts."""
-        placed = self._of_lines(rendered, self.encoder.place)
-        return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
+        for each, placed in self._encoded(rendered, self.encoder.place):
+            yield self._tokenized(each, placed)
+
+    def _encoded(
+        self, rendered: Sequence[Rendered], encode: Callable[[list[str]], list[Encoded]]
+    ) -> Iterator[tuple[Rendered, Encoded]]:
+        """Each text with the result of `encode`, which gets many at a time; its refusals name the line."""
+        for first in range(0, len(rendered), _TEXTS_PER_ENCODING):
+            some = rendered[first : first + _TEXTS_PER_ENCODING]
+            yield from zip(some, self._of_lines(some, encode), strict=True)
 
     def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
         """A text's tokens, encoded in parts where a token would join the prompt with a word of the answer.

@@ -29,7 +29,6 @@ _CONVERSATIONS = ("messages", "conversations", "instruction")  # whose last turn
 _ASKED_BY = ("messages", "prompt", "question", "conversations", "instruction")
 ARGUMENTS = ("prompts", "completions", "prompt_ids", "completion_ids")
 """Arguments of reward functions, besides those named after the keys of lines."""
-_LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 _ORDER_OF_PROBLEMS = 20  # a seed for every run: which problems are held out must not depend on data_shuffle_seed
 
 
@@ -293,15 +292,13 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
     prompts = []
     content = maker.content()
     long: list[tuple[str, int]] = []
-    for first in range(0, len(lines), _LINES_PER_ENCODING):
-        some = lines[first : first + _LINES_PER_ENCODING]
-        of_some = maker.renderer.prompt_tokens([rendered for rendered, _ in some])
-        for (rendered, fields), tokens in zip(some, of_some, strict=True):
-            if len(tokens) > most:
-                long.append((rendered.where, len(tokens)))
-                continue
-            prompts.append(maker.prompt(len(prompts), rendered, tokens, fields))
-            content.update(json.dumps([prompts[-1].text, prompts[-1].token_ids, fields], sort_keys=True).encode())
+    tokens_of_lines = maker.renderer.prompt_tokens([rendered for rendered, _ in lines])
+    for (rendered, fields), tokens in zip(lines, tokens_of_lines, strict=True):
+        if len(tokens) > most:
+            long.append((rendered.where, len(tokens)))
+            continue
+        prompts.append(maker.prompt(len(prompts), rendered, tokens, fields))
+        content.update(json.dumps([prompts[-1].text, prompts[-1].token_ids, fields], sort_keys=True).encode())
     if long and maker.config.long_examples == "refuse":
         where, count = long[0]
         others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"

@@ -237,7 +237,7 @@ def test_answers_are_what_generation_at_their_turn_would_write(
     template, texts, tokenizer_path, plain, tmp_path
 ):
     it = renderer(tokenizer_path, template, tmp_path)
-    rows = it.tokens(it.sft_texts("d:1", {"messages": THOUGHT}))
+    rows = [*it.tokens(it.sft_texts("d:1", {"messages": THOUGHT}))]
     assert " ".join(bracketed(row, plain) for row in rows) == texts
     for row in rows:  # what precedes an answer has the tokens of the prompt
         (first, *_) = np.flatnonzero(row.is_answer)

@@ -320,7 +320,7 @@ def test_added_tokens_that_frame_turns_are_characters_in_their_contents(
     def names(user, assistant):
         turns = turns_of(user, assistant)
         (rendered,) = renderer.sft_texts("d:1", {"messages": turns})
-        ids = renderer.tokens([rendered])[0].token_ids.tolist()
+        ids = next(renderer.tokens([rendered])).token_ids.tolist()
         tokens = [made.id_to_token(token) for token in ids]
         return [token for token in tokens if len(token) > 1]
 
