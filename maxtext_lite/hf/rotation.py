@@ -291,6 +291,8 @@ class RopeByLayerType(Part):
             fields.refuse("rope_scaling", old, "says type, which transformers does not read here: say rope_type.")
         whole = parts[GLOBAL] | old
         local = dict(parts[LOCAL])
+        if whole.pop("truncate", True) is not True:
+            fields.refuse("rope_parameters", {GLOBAL: {"truncate": False}}, "is not read by transformers: remove it.")
         if self.has_old:
             theta = _stated(fields, "rope_parameters", whole, "rope_theta", "rope_theta", self.theta)
         else:
