@@ -12,6 +12,7 @@ from maxtext_lite.config.keys import ModelConfig
 from maxtext_lite.hf.fields import DEFAULTS, TABLE, Fields, JsonObject, is_whole
 from maxtext_lite.hf.layers import (
     ChunkedLayers,
+    DensePrefix,
     FirstDense,
     GlobalHeads,
     InterleavedStep,
@@ -35,7 +36,9 @@ from maxtext_lite.hf.parts import (
     Part,
     PerLayerInputs,
     Scaled,
+    SharedSum,
     SharedWidth,
+    Switch,
 )
 from maxtext_lite.hf.rotation import (
     MultipliedRope,
@@ -49,6 +52,7 @@ from maxtext_lite.hf.rotation import (
 PARTS: Mapping[str, Callable[..., Part]] = {
     "keys": Fixed,
     "scaled": Scaled,
+    "switch": Switch,
     "heads": Heads,
     "latent_widths": LatentWidths,
     "learned_positions": LearnedPositions,
@@ -62,8 +66,10 @@ PARTS: Mapping[str, Callable[..., Part]] = {
     "chunked_layers": ChunkedLayers,
     "expert_groups": ExpertGroups,
     "shared_width": SharedWidth,
+    "shared_sum": SharedSum,
     "first_dense": FirstDense,
     "mlp_types": MlpTypes,
+    "dense_prefix": DensePrefix,
     "sparse_step": SparseStep,
     "layer_interval": LayerInterval,
     "interleaved_step": InterleavedStep,

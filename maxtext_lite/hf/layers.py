@@ -382,6 +382,44 @@ class MlpTypes(Part):
         return {"mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers]}
 
 
+class DensePrefix(Part):
+    """Command's first layers, `first_k_dense_replace`, are dense and have a pattern of windows of their own.
+
+    If that has no windows, dense layers are rotated even without one, as only layers with a window are otherwise.
+    """
+
+    def read(self, fields: Fields) -> JsonObject:
+        fields.names["layer_pattern"] = "layer_types"
+        window = _window(fields, 4096, switched=False)
+        first = fields.whole("first_k_dense_replace", 0, least=0)
+        ahead = fields.whole("prefix_dense_sliding_window_pattern", 1)
+        every = fields.whole("sliding_window_pattern", 4)
+        layers = range(fields.num_layers)
+        mlps = _stated_kinds(fields, "mlp_layer_types", "dense", "sparse")
+        if mlps is None:
+            mlps = ["dense" if layer < first else "sparse" for layer in layers]
+        types = _layer_types(fields, window)
+        if types is None:
+            is_local = [(layer + 1) % ahead if layer < first else (layer - first + 1) % every for layer in layers]
+            types = [LOCAL if each else GLOBAL for each in is_local]
+        fields.has_local_layers = LOCAL in types
+        unwindowed = {"dense": "global" if ahead == 1 else "nope", "sparse": "nope"}
+        kinds = ["local" if type_ == LOCAL else unwindowed[mlp] for type_, mlp in zip(types, mlps, strict=True)]
+        return {
+            "layer_pattern": pattern_of(kinds),
+            "sliding_window_size": window if fields.has_local_layers else 0,
+            **_expert_keys(fields, [mlp == "sparse" for mlp in mlps], "mlp_layer_types"),
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        kinds = config.layer_kinds
+        return MlpTypes().write(config) | {
+            "layer_types": [LOCAL if kind == "local" else GLOBAL for kind in kinds],
+            "prefix_dense_sliding_window_pattern": 1 if "global" in kinds else 2,
+            "sliding_window": config.sliding_window_size or 4096,
+        }
+
+
 @dataclass(frozen=True)
 class SparseStep(Part):
     """Qwen's: every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`.

@@ -31,6 +31,7 @@ class Field(Part):
     Attributes:
       key: "": none, and the default is written.
       default: of a missing field; a field without one is required.
+      like: a field whose value this one has if it is missing.
       values: the field's values, each with the key's; {}: they are the key's.
       if_null: the key's value where the field is null; with a default of null, also where it is missing.
       power: the field is this power of the key.
@@ -43,6 +44,7 @@ class Field(Part):
     default: object = _REQUIRED
     values: Mapping[Any, object] = field(default_factory=dict[Any, object])
     if_null: object = None
+    like: str = ""
     power: float = 0
     aliases: Sequence[str] = ()
 
@@ -54,7 +56,8 @@ class Field(Part):
             fields.names[self.key] = self.name
             return {self.key: self.if_null}
         else:
-            value = fields.take(self.name, self.default, key=self.key)
+            default = fields.peek(self.like) if self.like else self.default
+            value = fields.take(self.name, default, key=self.key)
         if self.values:
             value = self._meaning(fields, value)
         if self.power:
@@ -135,6 +138,30 @@ class Scaled(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         value = getattr(config, self.key) / getattr(config, self.size_key) ** self.power
         return {self.name: round(value) if isinstance(self.default, int) else value}
+
+
+@dataclass(frozen=True)
+class Switch(Part):
+    """A field that, where it is stated, is a key and fixes others.
+
+    Attributes:
+      key: the key.
+      keys: the other keys.
+    """
+
+    name: str
+    _: KW_ONLY
+    key: str
+    keys: JsonObject
+
+    def read(self, fields: Fields) -> JsonObject:
+        if fields.peek(self.name) is None:
+            return {}
+        return {self.key: fields.take(self.name, key=self.key), **self.keys}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        is_on = all(getattr(config, key) == value for key, value in self.keys.items())
+        return {self.name: getattr(config, self.key) if is_on else None}
 
 
 @dataclass(frozen=True)
@@ -296,6 +323,20 @@ class OutBias(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         return {"attention_bias": config.attention_bias != "none", "attention_out_bias": config.attention_bias == "all"}
+
+
+class SharedSum(Part):
+    """Command's shared experts: as many as `num_shared_experts`, whose output must be added."""
+
+    def read(self, fields: Fields) -> JsonObject:
+        count = fields.whole("num_shared_experts", 0, least=0, key="shared_experts")
+        how = fields.take("shared_expert_combination_strategy", "average")
+        if count and how != "sum":
+            fields.refuse("shared_expert_combination_strategy", how, "cannot be expressed: it must be sum.")
+        return {"shared_experts": count}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        return {"num_shared_experts": config.shared_experts, "shared_expert_combination_strategy": "sum"}
 
 
 class PerLayerInputs(Part):

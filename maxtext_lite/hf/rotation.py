@@ -26,6 +26,7 @@ class RopeFields(Part):
       theta_name, partial_name: of the fields for the base and the share.
       original: the default of `original_max_position_embeddings`, for a family with that field.
       types: the only rope_types of this family, by the words for each; {}: all of them.
+      has_old: `rope_scaling` is read, and `rope_theta` even beside an entry of that name.
       alpha: a `dynamic` rotation may have the entry `alpha`, which makes it ntk. Other families do not read the entry.
     """
 
@@ -37,11 +38,12 @@ class RopeFields(Part):
     partial_name: str = "partial_rotary_factor"
     original: int = 0
     types: Mapping[str, str] = field(default_factory=dict[str, str])
+    has_old: bool = True
     alpha: bool = False
 
     def read(self, fields: Fields) -> JsonObject:
         new = fields.mapping("rope_parameters")
-        old = fields.mapping("rope_scaling")
+        old = fields.mapping("rope_scaling") if self.has_old else {}
         for entry in old.keys() & new.keys():
             if old[entry] != new[entry]:
                 fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
@@ -54,7 +56,13 @@ class RopeFields(Part):
 
     def keys_of(self, fields: Fields, name: str, parameters: JsonObject) -> JsonObject:
         """The keys by the field `name` with these entries, and by the fields beside it."""
-        theta = _stated(fields, name, parameters, "rope_theta", self.theta_name, self.theta)
+        if self.has_old or "rope_theta" not in parameters:
+            theta = _stated(fields, name, parameters, "rope_theta", self.theta_name, self.theta)
+        else:
+            theta = parameters.pop("rope_theta")
+            fields.drop([self.theta_name])
+        if self.partial not in (None, 1.0) and fields.is_null(self.partial_name):
+            fields.refuse(self.partial_name, None, f"is not a value of this field. Nearest that works: {self.partial}.")
         share = _stated(fields, name, parameters, "partial_rotary_factor", self.partial_name, self.partial or 1.0)
         fields.names |= {"rope_max_timescale": self.theta_name, "partial_rotary_factor": self.partial_name}
         if share != 1 and not self.partial:
@@ -72,6 +80,8 @@ class RopeFields(Part):
             share = config.partial_rotary_factor
             fields = _written(config, {"partial_rotary_factor": share}) | {self.partial_name: share}
         fields[self.theta_name] = fields.pop("rope_theta")
+        if not self.has_old:
+            del fields["rope_scaling"]
         return fields
 
 

@@ -228,9 +228,9 @@ def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
     with pytest.raises(
         UserError
     ) as refusal:  # mixtral's config.json would be refused for its one expert alone
-        kind("attention_sinks=true", "clip_qkv=8")
+        kind("inverse_layer_scaling=true", "clip_qkv=8")
     for key, problem in zip(
-        ("attention_sinks=true", "clip_qkv=8"),
+        ("clip_qkv=8", "inverse_layer_scaling=true"),
         sorted(refusal.value.problems),
         strict=True,
     ):
