@@ -76,7 +76,10 @@ class Field(Part):
         if not is_real(value) or not value:
             fields.refuse(self.name, value, "is not a number above 0.")
             return 1.0
-        base = float(value) ** (1 / self.power)
+        return self._inverse(float(value))
+
+    def _inverse(self, power: float) -> float:
+        base = power ** (1 / self.power)
         return base if self.power == -1 else _rounded(base)
 
     def write(self, config: ModelConfig) -> JsonObject:
@@ -89,7 +92,8 @@ class Field(Part):
             known = [stated for stated in (self.default, *self.values) if self.values[stated] == value]
             value = known[0] if known else self.default
         elif self.power:
-            value = _rounded(value**self.power)
+            power = value**self.power
+            value = _rounded(power) if self._inverse(_rounded(power)) == value else power
         elif value == self.if_null:
             value = None
         elif isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
@@ -103,7 +107,7 @@ def is_real(value: object) -> bool:
 
 
 def _rounded(value: float) -> float:
-    """To 12 digits: far finer than float32, and few enough that the inverse gives the original number."""
+    """To 12 digits: far finer than float32."""
     return float(f"{value:.12g}")
 
 

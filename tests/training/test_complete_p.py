@@ -96,13 +96,15 @@ def test_no_split_changes_the_update(accumulation, keys, mesh, setup, rows):
         assert_allclose(found[path].reshape(change.shape), change, atol=1e-7)
 
 
-def test_an_export_states_the_multipliers_themselves():
+@pytest.mark.parametrize("head_dim", [8, 16, 128])
+def test_an_export_states_the_multipliers_themselves(head_dim):
     keys = ["mup_base_emb_dim=32", "mup_base_num_layers=1", "residual_multiplier=2"]
+    keys.append(f"head_dim={head_dim}")
     write = functools.partial(run_config_json, None, num_positions=64, dtype="float32")
     fields = write(load_config(None, keys))
     assert fields["model_type"] == "granite"
     assert (fields["residual_multiplier"], fields["logits_scaling"]) == (0.5, 4)
-    plain = ["residual_multiplier=0.5", "logits_multiplier=0.25"]
+    plain = [keys[-1], "residual_multiplier=0.5", "logits_multiplier=0.25"]
     assert_array_equal(fields, write(load_config(None, plain)))
 
 
