@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +31,8 @@ from maxtext_lite.parallel.devices import start_devices
 from maxtext_lite.training.checkpoint import RestartHistory, first_parameters, resume_between, settings_at
 from maxtext_lite.training.compile import reading_compiled
 from maxtext_lite.training.hooks import Hook, LossSpike
-from maxtext_lite.training.loop import MakeSteps
 from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.parameter_layout import AVERAGE, has_average
-from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import environment, run_directory
 from maxtext_lite.training.saving import check, read_about, read_arrays, saved_shapes
 from maxtext_lite.training.step_log import StepLog
@@ -349,8 +347,8 @@ def replayed(
     config, starts = _config(directory, step, overrides)
     lines = lines_of(directory)
     if (step, False) not in lines:
-        steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
-        has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        there = sorted(step for step, is_evaluation in lines if not is_evaluation)
+        has = f"steps {there[0]:,} to {there[-1]:,}" if there else "none"
         raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
     config = _with_first_parameters(config, starts, step)
     elsewhere = "keys are not the run's" if overrides else ""
@@ -360,77 +358,54 @@ def replayed(
         elsewhere = elsewhere or _other_environment(directory)
         if not elsewhere and not kernel_named(kernel).repeats:
             elsewhere = f"attention={kernel} rounds otherwise each time"
+        run.open_read_only(step, say)
+        kept = _Records()
+        rows: Sequence[RowLoss] | None = None
         with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
-            found = _repeated(run, make_steps, step, starts, lines, with_rows=with_rows, say=say)
-    compared, differing = _compared(found.records, lines, tolerance or 0.0)
+            state, counts = run.restore_or_init()
+            after = counts.step
+            first = first_parameters(starts)
+            if after == 0 and first is not None and run.config.load_parameters_path != first:
+                raise UserError(f"--step={step}: no intact checkpoint is left before it.")
+            if (seam := resume_between(starts, after, step)) is not None:
+                raise _without_checkpoint(run.config, step, seam, lines)
+            begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
+            if after + run.steps_left(counts) < step:
+                raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
+            say(f"{step - after:,} steps from {begin}")
+            log = StepLog(run, counts, hooks=[kept])
+            steps, _ = make_steps(run, state, log)
+            with contextlib.closing(steps):
+                for number in range(after + 1, step + 1):
+                    steps.prepare(state, number)
+                    find_rows = None
+                    if with_rows and number == step:
+                        find_rows = repeats.row_losses(run, steps, state, log.counts.examples_seen)
+                    state, taken = steps.take(state, number)
+                    rows = find_rows() if find_rows else None
+                    try:
+                        log.record(number, taken, state)
+                    except LossSpike as error:  # as it may have been in the run
+                        say(str(error))
+                        break
+    compared, differing = _compared(kept.records, lines, tolerance or 0.0)
     # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
-    if differing and found.compiled_anew and jax.default_backend() == "gpu" and tolerance is None:
+    if differing and steps.compiled_anew and jax.default_backend() == "gpu" and tolerance is None:
         elsewhere = elsewhere or "the step was compiled anew, on a GPU"
     if tolerance is None:
         tolerance = TOLERANCES[config.dtype] if elsewhere else 0.0
-        compared, differing = _compared(found.records, lines, tolerance)
+        compared, differing = _compared(kept.records, lines, tolerance)
     if step not in compared:
         raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
     return Replay(
         step=step,
-        after=found.after,
+        after=after,
         elsewhere=elsewhere,
         tolerance=tolerance,
         fields=compared[step],
         first_difference=differing[0] if differing else None,
-        rows=found.rows,
+        rows=rows,
     )
-
-
-class _ReplayedSteps(NamedTuple):
-    """The steps of a run done again: those after `after`, whether compiled anew, and the last one's rows."""
-
-    records: Sequence[Record]
-    after: int
-    compiled_anew: bool
-    rows: Sequence[RowLoss] | None
-
-
-def _repeated(
-    run: TrainingRun,
-    make_steps: MakeSteps,
-    step: int,
-    starts: RestartHistory,
-    lines: Mapping[tuple[int, bool], Record],
-    *,
-    with_rows: bool,
-    say: Callable[[str], None],
-) -> _ReplayedSteps:
-    """The steps from the nearest checkpoint before `step`."""
-    kept = _Records()
-    rows: Sequence[RowLoss] | None = None
-    run.open_read_only(step, say)
-    state, counts = run.restore_or_init()
-    after = counts.step
-    if after == 0 and run.config.load_parameters_path != (first_parameters(starts) or run.config.load_parameters_path):
-        raise UserError(f"--step={step}: no intact checkpoint is left before it.")
-    if (seam := resume_between(starts, after, step)) is not None:
-        raise _without_checkpoint(run.config, step, seam, lines)
-    begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
-    if after + run.steps_left(counts) < step:
-        raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
-    say(f"{step - after:,} steps from {begin}")
-    log = StepLog(run, counts, hooks=[kept])
-    steps, _ = make_steps(run, state, log)
-    with contextlib.closing(steps):
-        for number in range(after + 1, step + 1):
-            steps.prepare(state, number)
-            find_rows = None
-            if with_rows and number == step:
-                find_rows = repeats_of(run.config).row_losses(run, steps, state, log.counts.examples_seen)
-            state, taken = steps.take(state, number)
-            rows = find_rows() if find_rows else None
-            try:
-                log.record(number, taken, state)
-            except LossSpike as error:  # as it may have been in the run
-                say(str(error))
-                break
-    return _ReplayedSteps(kept.records, after, steps.compiled_anew, rows)
 
 
 def _with_first_parameters(config: Config, starts: RestartHistory, step: int) -> Config:
