@@ -527,6 +527,8 @@ def _gathered(layer: LayerOnDevice) -> Iterator[MemoryLine]:
         matrix = config.num_experts // mesh["expert"] * emb * config.moe_mlp_dim // tensor
         if layer.accelerator.platform == "gpu" and config.capacity_factor == -1:
             in_a_round = math.lcm(len(config.pattern), len(config.mlp_kinds))
+            if 2 * in_a_round > config.base_num_decoder_layers:  # no round repeats but, at most, one of the pattern
+                in_a_round = len(config.pattern)
             gradients = int(3 * in_a_round * (1 - _dense_share(config))) * matrix * BYTES[config.grad_dtype]
             why = "of the layers that one iteration of the scan runs, as shards exchange them"
             yield MemoryLine("experts' gradients, whole", "gradients", gradients, why, ("mlp",))

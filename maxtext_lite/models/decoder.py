@@ -142,16 +142,29 @@ def _in_runs(
     carry: Tree,
     stacks: dict[str | None, Tree],
 ) -> Tree:
-    """`scan_pattern` for each run of consecutive layers with the same stack."""
+    """`scan_pattern` for each run of consecutive layers with the same stack, and for the last layers if they repeat a
+    pattern."""
+    first_repeated, repeated = _repeated(kinds)
     done = Counter[str | None]()
-    for name, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
+    for name, group in itertools.groupby(kinds[:first_repeated], key=lambda kind: kind[1]):
         run = tuple(group)
         first = done[name]
         done[name] += len(run)
         part = _between(stacks[name], first, done[name])
         period = next(p for p in range(1, len(run) + 1) if run[p:] == run[: len(run) - p])
         carry = scan_pattern(layer, run[:period], carry, {name: part})
-    return carry
+    rest = {name: _between(stack, done[name], None) for name, stack in stacks.items() if done[name] < _length(stack)}
+    return scan_pattern(layer, repeated, carry, rest) if rest else carry
+
+
+def _repeated(kinds: list[LayerKind]) -> tuple[int, tuple[LayerKind, ...]]:
+    """The first layer from which all others repeat a pattern at least twice, and the pattern."""
+    for first in range(len(kinds)):
+        last = kinds[first:]
+        for period in range(1, len(last) // 2 + 1):
+            if last[period:] == last[:-period]:
+                return first, tuple(last[:period])
+    return len(kinds), ()
 
 
 def first_states(shape: DecoderShape, kind: str, *sizes: int) -> dict[str, Array]:
