@@ -94,6 +94,7 @@ def shrunk(config: Config) -> dict[str, object]:
         changes |= {
             "num_experts": min(config.num_experts, 8),
             "num_experts_per_tok": min(config.num_experts_per_tok, 2),
+            "mlp_pattern": ",".join(_mlp_kinds(config)),
             "base_moe_mlp_dim": 16,
             "base_shared_mlp_dim": 24 if config.base_shared_mlp_dim > 0 else -1,
             "n_routing_groups": groups,
@@ -123,7 +124,14 @@ def _fewer_planes(scaling: Mapping[str, Any], planes: int) -> dict[str, Any]:
 
 def _period(config: Config) -> int:
     """The pattern's period in layers; a scaled-down config has two periods, one per stage."""
-    return math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
+    return math.lcm(len(config.pattern), len(_mlp_kinds(config)))
+
+
+def _mlp_kinds(config: Config) -> tuple[str, ...]:
+    """The pattern of layers with experts; of one that is written out for all layers, two rounds of layer_pattern."""
+    kinds = config.mlp_kinds
+    first = kinds[: 2 * len(config.pattern)]
+    return first if len(kinds) >= config.base_num_decoder_layers and len({*first}) == len({*kinds}) else kinds
 
 
 @dataclasses.dataclass(frozen=True)
