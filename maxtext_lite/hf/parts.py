@@ -86,6 +86,8 @@ class Field(Part):
         if not self.key:
             return {self.name: self.default}
         value = getattr(config, self.key)
+        if value == self.if_null:
+            return dict.fromkeys((self.name, *self.aliases))
         if self.key == "query_pre_attn_scalar":
             value = value or config.head_dim  # 0 means head_dim
         if self.values:
@@ -94,8 +96,6 @@ class Field(Part):
         elif self.power:
             power = value**self.power
             value = _rounded(power) if self._inverse(_rounded(power)) == value else power
-        elif value == self.if_null:
-            value = None
         elif isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
             value = int(value)
         return dict.fromkeys((self.name, *self.aliases), value)
