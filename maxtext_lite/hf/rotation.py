@@ -128,6 +128,8 @@ def read_scaling(
             fields.refuse(name, parameters, f"lacks {where}.")
         elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
             given["factor"] = max(length / original, 1.0)
+    if kind == "proportional":
+        given.setdefault("partial_rotary_factor", 1.0)
     if kind == "yarn" and "attention_factor" in given:
         # An attention_factor overrides both in the rotation, but mscale_all_dim also scales DeepSeek's scores.
         given.pop("mscale", None)

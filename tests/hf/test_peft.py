@@ -50,6 +50,13 @@ TARGETS = {
         "value_up",
         "out",
     ),  # rotated dims in pairs
+    "gemma4-shared": (
+        "query",
+        "key",
+        "out",
+        "gate",
+        "per_layer_input_gate",
+    ),  # stacks of other sizes, and layers without keys
 }
 
 
