@@ -110,9 +110,9 @@ class Computation:
     instructions: Mapping[str, Instruction]
 
     @functools.cached_property
-    def root(self) -> Instruction | None:
+    def root(self) -> Instruction:
         """The instruction whose value it returns."""
-        return next((instruction for instruction in self.instructions.values() if instruction.is_root), None)
+        return next(instruction for instruction in self.instructions.values() if instruction.is_root)
 
     @functools.cached_property
     def parameters(self) -> dict[str, Instruction]:
@@ -272,7 +272,7 @@ def _trips(
     parts = dict(loop.called)
     condition = computations.get(parts.get("condition", ""))
     body = computations.get(parts.get("body", ""))
-    if condition is None or body is None or condition.root is None or body.root is None:
+    if condition is None or body is None:
         return where_unknown
     test = condition.root
     following = body.root
@@ -426,10 +426,9 @@ def _collective(
         return None
     starts_only = it.opcode != kind and '"is_sync":true' not in it.attributes
     in_async_fusion = runs.inside and "async_collective" in computation.name
-    root = computation.root
     if transfer:
         kind = _MEGASCALE_KINDS.get(transfer, transfer.lower().replace("_", "-"))
-    elif kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
+    elif kind == "all-reduce" and runs.inside and computation.root.opcode == "dynamic-slice":
         kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce and a slice of its result
     return Collective(
         kind=kind,
@@ -818,9 +817,7 @@ def _read_of(fused: Computation, value: Instruction | None, module: Module) -> i
 
 def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
     """Bytes that a fusion writes; an array that it updates in place counts only the update."""
-    parts: tuple[str, ...] = ()
-    if fused.root is not None:
-        parts = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
+    parts = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
     if len(parts) > len(arrays):
         return _size(arrays, spaces)
     written = 0
