@@ -154,7 +154,7 @@ class RLBatch(SampledBatch):
         """The fields by name, the rollout's with the prefix `rollout_`, and the overlap."""
         fields = dataclasses.asdict(self)
         rollout: dict[str, object] = fields.pop("rollout") or {}
-        del fields["prompt_stages"]  # which stand in `rampup`
+        del fields["prompt_stages"]  # `rampup` has them
         of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 

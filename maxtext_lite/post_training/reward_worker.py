@@ -3,7 +3,7 @@
 The first request names the functions and the arguments that they may have, {"names": [...], "pattern": ..., "given":
 [...]}; its answer lists the problems with them, {"problems": [...]}. Each further one calls a function, {"name": ...,
 "arguments": {argument: [...]}}; the answer is {"rewards": [...]}, where a response has a number, None if the function
-leaves it out, or a text that says what is wrong; or, where the whole call failed, {"error": ..., "traceback": ...}.
+skips it, or a text that says what is wrong; or, where the whole call failed, {"error": ..., "traceback": ...}.
 Both texts are the end of a sentence that begins with the function's name.
 
 The functions' output goes to stderr. The process ends when the connection does, and so with its parent process; it

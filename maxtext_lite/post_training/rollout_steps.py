@@ -469,11 +469,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = (), recorde
         watchdog.allow(phase, longest_seconds(config) + answer_seconds)
     with contextlib.closing(open_rl_run(config, recorded)) as rl:
         phases.mark("data")
-        return train_run(
-            rl.run,
-            functools.partial(make_rollout_steps, rl),
-            callbacks,
-        )
+        return train_run(rl.run, functools.partial(make_rollout_steps, rl), callbacks)
 
 
 def make_rollout_steps(
@@ -535,6 +531,9 @@ class RolloutSteps:
 
     ahead = False
     compiled_anew = True
+    _has_said = _has_begun = _has_updated = False
+    _equal_batches = 0
+    _failed_batch: Scores | None = None  # the batch before, if all its rewards failed
 
     def __init__(self, rl: RLRun, state: TrainState, log: StepLog):
         run = rl.run
@@ -550,18 +549,13 @@ class RolloutSteps:
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
         self._step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
-        find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
-        self._find_old = None if rl.policy.on_policy else find_old
+        self._find_old = None
+        if not rl.policy.on_policy:
+            self._find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         # A sampler on its own devices or another machine runs at any time; on the trainer's devices, the two alternate.
         # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
-        self._hooks = log.hooks
-        self._has_said = False
-        self._equal_batches = 0
-        self._has_begun = False
-        self._has_updated = False
-        self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         # The prompts before the newest batch, and those after it.
@@ -703,7 +697,7 @@ class RolloutSteps:
             return jax.block_until_ready(self._step.add(state, sums, rows))
         phase, step, _ = phases.work
         phases.enter("compile", step)
-        for hook in self._hooks:
+        for hook in self._log.hooks:
             hook.before_first_step(rows)
         phases.advance()
         sums = jax.block_until_ready(self._step.add(state, sums, rows))
@@ -822,8 +816,9 @@ class RolloutSteps:
         last_of_batch = step + self._config.num_iterations - 1
         has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
         if self._rollouts and (has_line or step == 1):
-            for line in (line for chunk in chunks for line in chunk.lines(step)):
-                self._rollouts.write(line)
+            for chunk in chunks:
+                for line in chunk.lines(step):
+                    self._rollouts.write(line)
 
     def _record(self, step: int, judged: Sequence[Chunk]) -> None:
         """Writes the whole batch if a step on it must be recorded. All hosts call it."""
