@@ -1,4 +1,4 @@
-"""Streamed text, token by token: where it ends, and its speed."""
+"""Streamed text, token by token: how a model's texts begin and end, and their speed."""
 
 import collections
 import re

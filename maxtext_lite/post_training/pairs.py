@@ -1,4 +1,4 @@
-"""Pairs of a prompt and a response: chunks of them, their rows for a step, and their lines in rollouts.jsonl."""
+"""Pairs of a prompt and a response: their advantages, chunks, rows for a step, and lines in rollouts.jsonl."""
 
 import dataclasses
 import hashlib

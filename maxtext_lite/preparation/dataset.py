@@ -1,4 +1,4 @@
-"""Preparation of a whole dataset, or of one share of it, and the display of its progress."""
+"""Preparation of a whole dataset, or of one share of it, by several processes, and the display of its progress."""
 
 from __future__ import annotations
 

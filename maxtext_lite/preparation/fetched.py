@@ -1,4 +1,4 @@
-"""Prepared datasets in buckets: fetched into the cache once, and checked against the manifest."""
+"""Datasets in buckets: their objects, and prepared datasets fetched into the cache once and checked."""
 
 import concurrent.futures
 import dataclasses

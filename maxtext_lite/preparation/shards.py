@@ -1,4 +1,4 @@
-"""Execution of one task: its documents tokenized into a shard, and the journal entry that records it."""
+"""Shards: the documents of a task tokenized into one, its hashes, and the check of a dataset against its manifest."""
 
 import contextlib
 import dataclasses
@@ -221,8 +221,8 @@ def _write_shard(task: Task, workshop: Workshop, reader: DocumentReader, partial
     shard = None
     if tokens := int(of_documents.sum()):
         content = content_of(partial, -(-tokens // TOKENS_PER_RECORD), [of_documents])
-        about = {"documents": len(of_documents), "tokens": tokens, "content": content}
-        shard = stored_shard(workshop.directory, partial.name, **about)
+        documents = len(of_documents)
+        shard = stored_shard(workshop.directory, partial.name, documents=documents, tokens=tokens, content=content)
         lengths_path = workshop.lengths_path(task.number)
         write_whole(lengths_path, of_documents.tobytes())
         with partial.open("rb") as opened:
