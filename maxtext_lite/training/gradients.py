@@ -209,7 +209,8 @@ def sum_over_replicas(
     else:
         # With a dtype: jnp.sum would otherwise widen bfloat16, and float32 would cross the network.
         largest = jax.tree.map(lambda x_R: jnp.max(x_R, axis=0), sums.largest_logits)
-        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0, dtype=x_R.dtype), sums)._replace(largest_logits=largest)
+        sums = jax.tree.map(lambda x_R: jnp.sum(x_R, axis=0, dtype=x_R.dtype), sums)
+        sums = sums._replace(largest_logits=largest)
         # With ZeRO-1 each replica receives only its share.
         gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(parts))
     step = sums._replace(gradients=jax.tree.map(lambda g: g.astype(jnp.float32), gradients))

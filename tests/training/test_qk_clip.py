@@ -33,7 +33,7 @@ EXPERTS = [
     "base_num_decoder_layers=5",
 ]
 SPLITS = {  # the model's keys, accumulation, slots, and how it is split
-    "accumulation, data": ((), 4, 4, {"data": 2, "fsdp": 2}),
+    "accumulation, data": (("mtp_num_layers=1",), 4, 4, {"data": 2, "fsdp": 2}),
     "empty slots, tensor": ((), 2, 12, {"fsdp": 4, "tensor": 2}),
     "context": (
         ("layer_pattern=local,global", "sliding_window_size=5"),
