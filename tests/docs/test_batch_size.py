@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.analysis.laws import BATCH_LAWS, Budget
-from maxtext_lite.analysis.timetable import timetable
+from maxtext_lite.analysis.pipeline_view import timetable
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.post_training.keys import RLRunConfig
