@@ -314,7 +314,10 @@ class RopeByLayerType(Part):
             local_theta = _stated(fields, "rope_parameters", local, "rope_theta", base, self.local_theta)
         else:
             local_theta = local.pop("rope_theta", self.local_theta)
-        shares = [part.pop("partial_rotary_factor", 1.0) for part in (whole, local)] if self.heads else []
+        shares: list[Any] = []
+        if self.heads:
+            usual = fields.take("partial_rotary_factor", 1.0)
+            shares = [part.pop("partial_rotary_factor", usual) for part in (whole, local)]
         name = "rope_scaling" if old else "rope_parameters"
         fields.names |= {
             "rope_max_timescale": "rope_theta",
