@@ -228,7 +228,7 @@ def test_the_memory():
         assert memory.most("optimizer_state") == int(
             row["AdamW state, bytes per device"]
         )
-    assert f"the norm scales, {count_parameters(config).norms} parameters" in PAGE
+    assert f"norm scales, {count_parameters(config).norms} parameters" in PAGE
 
 
 def test_what_laws_say():
