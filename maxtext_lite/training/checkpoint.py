@@ -171,9 +171,10 @@ def average_note(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     if len(starts) < 2 or starts[-1]["step"] != step:
         return []
     before, now = (float(start["settings"].get("ema_decay", 0)) for start in starts[-2:])
-    if now and not before:
-        return [f"ema_decay={now:g}: the average begins with the parameters after step {step:,}"]
-    return ["ema_decay=0: the average of the parameters is dropped"] if before and not now else []
+    if bool(before) == bool(now):
+        return []
+    what = f"begins with those after step {step:,}" if now else "is dropped"
+    return [f"ema_decay={now:g}: the average of the parameters {what}"]
 
 
 def schedule_change_note(

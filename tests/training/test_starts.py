@@ -6,6 +6,7 @@ from maxtext_lite.batching import batch_settings, keep_batches, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import (
     append_restart,
+    average_note,
     moved_batch,
     resume_between,
     schedule_change_note,
@@ -140,6 +141,19 @@ def test_a_resume_that_changes_the_batch_says_from_what_to_what_and_why(
     assert "16 instead of 8 after step 3" in said
     assert why in said
     assert moved_batch(plan, starts, 4) == []
+
+
+def test_a_resume_says_that_it_begins_or_drops_the_average():
+    said = []
+    settings = ({}, {"ema_decay": "0.5"}, {"ema_decay": "0.9"}, {"ema_decay": "0"})
+    starts = [{"step": step, "settings": each} for step, each in enumerate(settings)]
+    for step in range(4):
+        said += average_note(starts[: step + 1], step)
+    assert average_note(starts, 4) == []
+    assert said == [
+        "ema_decay=0.5: the average of the parameters begins with those after step 1",
+        "ema_decay=0: the average of the parameters is dropped",
+    ]
 
 
 def test_a_resume_that_keeps_the_batch_says_how_it_is_split():
