@@ -71,6 +71,8 @@ class RopeFields(Part):
         if length and parameters:
             parameters["original_max_position_embeddings"] = length
         scaling = read_scaling(fields, name, parameters, types=self.types, alpha=self.alpha)
+        if self.partial and scaling.get("rope_type") == "proportional":
+            fields.refuse(name, "proportional", "cannot be expressed in this family. Nearest that works: default.")
         return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
 
     def write(self, config: ModelConfig) -> JsonObject:
