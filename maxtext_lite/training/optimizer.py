@@ -537,6 +537,11 @@ def _head_clipping(config: Config) -> Callable[[Tree, Array], Tree] | None:
 def _configured(config: Config, axes: Tree) -> optax.GradientTransformation:
     clipping = config.gradient_clipping_threshold
     direction = _direction(config, axes)
+    if config.depth_ratio != 1:  # outside the layers adam_eps has no depth: Adam's step of g / L is that with L x eps
+        by_depth = map_axes(lambda leaf: 1.0 if unstacked(leaf) != leaf else 1 / config.depth_ratio, axes)
+        # Without its gradient, a router's bias is an empty tree.
+        shrink = optax.stateless(lambda updates, _: jax.tree.map(optax.tree.scale, by_depth, updates))
+        direction = optax.chain(shrink, direction)
     if config.width_ratio != 1:  # but for the decay, so that rate x decay is the same in every width
         rate = 1 / config.width_ratio
         is_hidden = map_axes(lambda leaf: unstacked(leaf) != leaf and is_matrix(leaf), axes)
