@@ -125,8 +125,8 @@ def _mark() -> tuple[float, float, float]:
 
 
 def _load_ours(directory: Path, dtype: str) -> Any:
+    from maxtext_lite.inference.decoding import Sampling
     from maxtext_lite.inference.sampler import Sampler  # noqa: F401
-    from maxtext_lite.models.decoding import Sampling
 
     marks = [_mark()]
     sampler = _our_sampler(directory, dtype)
@@ -171,7 +171,7 @@ def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[d
     import torch
     from transformers import AutoModelForCausalLM
 
-    from maxtext_lite.models.decoding import Sampling
+    from maxtext_lite.inference.decoding import Sampling
 
     sampler = _our_sampler(directory, dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(_torch_device())

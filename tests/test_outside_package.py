@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.config import UserError, load_config, registry
-from maxtext_lite.models.decoding import cache_axes, decode, new_cache
+from maxtext_lite.inference.decoding import cache_axes, decode, new_cache
 from maxtext_lite.training import train
 from maxtext_lite.training.state import make_plain_decoder
 from tests.processes import quick_python, run_launched

@@ -13,10 +13,10 @@ import jax
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.records import json_text
 from maxtext_lite.hf.chat import ChatTemplate, chat_template, check_contents
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.inference.requests import GenerateConfig
 from maxtext_lite.inference.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.inference.stream_text import TextTokens, TimedTokens, WrittenText, write_texts
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import start_devices
 
 Turns = list[dict[str, str]]

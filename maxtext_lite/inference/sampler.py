@@ -16,9 +16,9 @@ from maxtext_lite.config.types import WhichParameters
 from maxtext_lite.hf.adapter import adapter_of
 from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.weights import load_hf_parameters
+from maxtext_lite.inference.cache import KVCache
+from maxtext_lite.inference.decoding import Sampling, decode, new_cache, sample_token
 from maxtext_lite.models import Decoder, root_key
-from maxtext_lite.models.cache import KVCache
-from maxtext_lite.models.decoding import Sampling, decode, new_cache, sample_token
 from maxtext_lite.parallel import MESH_AXES, Params, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 

@@ -21,6 +21,7 @@ from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.prepared import MANIFEST_FILE
 from maxtext_lite.data.sources import open_path
 from maxtext_lite.data.text_files import PLAIN_SUFFIXES, find_files, is_kind, json_lines, read_documents
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.inference.questions import Scored, accuracy, continued, perplexity, read_questions, with_blank
 from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.inference.sampler import (
@@ -32,7 +33,6 @@ from maxtext_lite.inference.sampler import (
 )
 from maxtext_lite.inference.stream_text import TextTokens, write_texts
 from maxtext_lite.models import Decoder
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.models.layers import OutputHead
 from maxtext_lite.parallel import Params, Tree, start_devices
 from maxtext_lite.training.evaluation import EVAL_BATCH_AXES

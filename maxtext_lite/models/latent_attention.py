@@ -9,11 +9,11 @@ from jax import Array
 
 from maxtext_lite.config.keys import OutputGate
 from maxtext_lite.config.weights import attention_weights, part_of
-from maxtext_lite.models.cache import CachedAttend
 from maxtext_lite.models.layers import (
     HEADS_AXES,
     Attend,
     Norm,
+    OverCache,
     attention_output,
     declare,
     heads,
@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, (self.plain_dim,), axis=-1)
         rotated_BTNH = rotate(rotated_BTNH, rotation)
         shared_BT1H = rotate(shared_BTD[:, :, None], rotation)
-        if isinstance(attend, CachedAttend):
+        if isinstance(attend, OverCache):
             # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
             query_BTND = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
             q_BTNH = constrain(jnp.concatenate([query_BTND, rotated_BTNH], axis=-1), HEADS_AXES)

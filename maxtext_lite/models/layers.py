@@ -56,6 +56,10 @@ Attend = Callable[[Array, Any, Any, Array | None], tuple[Array, Any]]
 The keys and values of a layer that has none are None."""
 
 
+class OverCache:
+    """An `Attend` over a cache, which keeps latent attention's vectors in place of keys and values."""
+
+
 def declare(
     module: nnx.Module,
     table: WeightTable,
@@ -428,7 +432,7 @@ class Memory:
         one document.
       position_BT: position of each token in its document.
       state: after the tokens before these, float32 [B, ...] by name: zeros in training and at first.
-      cache: a `cache.KVCache`; None: nothing is kept.
+      cache: an `inference.cache.KVCache`; None: nothing is kept.
       kind, layer: the layer's place in the cache.
     """
 

@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from maxtext_lite.inference.cache import KVCache
+from maxtext_lite.inference.decoding import Sampling, cache_axes, new_cache
 from maxtext_lite.inference.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, root_key
-from maxtext_lite.models.cache import KVCache
-from maxtext_lite.models.decoding import Sampling, cache_axes, new_cache
 from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel import (
     MESH_AXES,

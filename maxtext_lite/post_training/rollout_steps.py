@@ -26,8 +26,8 @@ from maxtext_lite.data import Tokenizer, check_vocabulary, example_ids, load_tok
 from maxtext_lite.data.rows import FIELDS, field_dtype
 from maxtext_lite.hf.directory import paths_of_model
 from maxtext_lite.hf.stop_tokens import stop_tokens
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.inference.stream_text import decode_after
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.operations.nonfinite import origin_of_nonfinite
 from maxtext_lite.operations.row_losses import NamedRow
 from maxtext_lite.operations.watchdog import watchdog

@@ -33,8 +33,8 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted, value_text, without_secrets
 from maxtext_lite.hf.directory import files_of_model, run_config_json
 from maxtext_lite.hf.weights import export_model
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.models import Adapted
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel import Params, on_first_host
 from maxtext_lite.post_training.rollout import ANSWER_SECONDS, Request, Response

@@ -7,9 +7,9 @@ from numpy.testing import assert_allclose
 
 from maxtext_lite.config import load_config
 from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.inference.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.inference.scoring import Scorer, Span
-from maxtext_lite.models.decoding import Sampling
 from tests.training.conftest import TINY, make_setup
 
 GREEDY = Sampling(temperature=0)

@@ -13,7 +13,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.config_json import config_json
 from maxtext_lite.hf.model_directory import hf_config
-from maxtext_lite.models.decoding import decode, new_cache
+from maxtext_lite.inference.decoding import decode, new_cache
 from tests.hf.test_importing import (
     POSITIONS,
     ROWS,

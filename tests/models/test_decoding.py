@@ -10,9 +10,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from maxtext_lite.config import Mla
+from maxtext_lite.inference import cache as kv_cache
+from maxtext_lite.inference.decoding import Sampling, decode, new_cache, sample_token
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
-from maxtext_lite.models import cache as kv_cache
-from maxtext_lite.models.decoding import Sampling, decode, new_cache, sample_token
 from tests.models.in_place import rewritten
 
 SHAPE = DecoderShape(

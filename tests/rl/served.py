@@ -14,8 +14,8 @@ import numpy as np
 
 from maxtext_lite.config import load_config
 from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.inference.sampler import load_on_mesh
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.post_training.rollout import LocalEngine, Request, sampling_mesh
 from maxtext_lite.post_training.servers import SERVER_KINDS, HttpEngine

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.models.decoding import Sampling
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.post_training.servers import (
     Asked,
     Server,

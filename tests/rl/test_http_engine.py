@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.models import Decoder
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.post_training import servers
 from maxtext_lite.post_training.rollout import Request
 from maxtext_lite.post_training.rollout_steps import open_rl_run, train_rl

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import Mla
+from maxtext_lite.inference.decoding import Sampling
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
-from maxtext_lite.models.decoding import Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.post_training.rollout import LocalEngine, Request, sampling_mesh
 from tests.models.in_place import rewritten

@@ -9,7 +9,7 @@ from jax import Array
 
 from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import layer_kind
-from maxtext_lite.models.cache import CachedAttend, KVCache
+from maxtext_lite.inference.cache import CachedAttend, KVCache
 from maxtext_lite.models.decoder import Decoder, first_states
 from maxtext_lite.models.layers import Attend, Memory, state_table
 from maxtext_lite.models.shape import DecoderShape

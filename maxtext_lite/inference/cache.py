@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext_lite.models.attention import PLAIN, Scoring
+from maxtext_lite.models.layers import OverCache
 
 _QUERIES = 512
 
@@ -56,7 +57,7 @@ class KVCache(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedAttend:
+class CachedAttend(OverCache):
     """Attention of new tokens over a layer of the cache, after their keys and values are written to it.
 
     The cache has all layers and is carried from one to the next, so only the new tokens' entries are ever written.
