@@ -743,7 +743,7 @@ def _valid_products(
     for k in range(size):
         position = first + k * rhs_dilate
         is_inside = (position >= 0) & (position <= (lhs_size - 1) * lhs_dilate)
-        count += np.count_nonzero(is_inside & (position % lhs_dilate == 0))
+        count += int(np.count_nonzero(is_inside & (position % lhs_dilate == 0)))
     return count
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 
@@ -43,7 +43,8 @@ def render_page(runs: Sequence[Run]) -> str:
         advice, bytes_text, counted, _differs, _last_second, _length_rows, long_number, memory_parts, plain,
         _source_rows, _stage_rows, status,
     )  # fmt: skip
-    pages.globals.update({function.__name__.lstrip("_"): function for function in functions})
+    shared = cast("dict[str, Any]", pages.globals)  # pyright: ignore[reportUnknownMemberType]
+    shared.update({function.__name__.lstrip("_"): function for function in functions})
     pages.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return pages.get_template("page.html").render(
         runs=runs,

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from importlib import metadata
@@ -308,10 +307,10 @@ def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...
 
 
 def _traffic(kind: str, axes: tuple[str, ...], members: Sequence[Collective]) -> Traffic:
-    by_dtype = Counter[str]()
+    by_dtype: dict[str, float] = {}
     for member in members:
         for dtype, size in member.payload.items():
-            by_dtype[dtype] += size * member.times
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + size * member.times
     times = sum(member.times for member in members)
     is_known = not math.isnan(times)
     return Traffic(

@@ -220,8 +220,8 @@ def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[Saved
     steps = [set(steps_in(run / "checkpoints")) for run in runs]
     found: list[SavedDifference] = []
     for step in sorted(steps[0] & steps[1]):
-        saved = [_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs]
-        found.append(_saved_difference(step, *saved, tolerance))
+        first, second = (_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs)
+        found.append(_saved_difference(step, first, second, tolerance))
         if found[-1].arrays:
             break
     return found

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -144,7 +144,7 @@ _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMB])\Z")
 _THOUSANDS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
-_NO_GROUPS = [{"learning_rate_groups": {}}]
+_NO_GROUPS: list[dict[str, Any]] = [{"learning_rate_groups": {}}]
 
 
 class _Groups(dict[str, float]):

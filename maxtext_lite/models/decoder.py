@@ -259,7 +259,7 @@ def _layer_of(shape: DecoderShape, path: str, block: BlockFactory) -> BlockFacto
     table = mtp_weights(shape)
 
     def make(*, rngs: nnx.Rngs) -> Any:
-        layer = block(of_stack, rngs=rngs)
+        layer: Any = block(of_stack, rngs=rngs)
         declare(layer, table, of_stack, rngs)
         for name in MTP_NORMS:
             setattr(layer, name, Norm(shape, part_of(table, name)))

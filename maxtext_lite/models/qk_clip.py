@@ -41,7 +41,7 @@ def _powers(shape: ModelShape) -> dict[str, Any]:
     """The power of the factor by weight; of latent attention's queries, for each dim of a head."""
     if shape.latent is not None:
         widths = (shape.latent.qk_nope_head_dim, shape.latent.qk_rope_head_dim)
-        of_query = np.repeat(np.float32([0.5, 1]), widths)
+        of_query = np.repeat(np.array([0.5, 1], np.float32), widths)
         return {"query": of_query, "query_up": of_query, "key_up": 0.5}
     if shape.num_query_heads == shape.num_kv_heads:
         return dict.fromkeys(("query", "query_bias", "key", "key_bias"), 0.5)

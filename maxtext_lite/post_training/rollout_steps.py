@@ -496,7 +496,7 @@ class Timeline:
 
     def record(self) -> dict[str, float]:
         """The entries in metrics.jsonl: seconds of each kind of phase, and the share of training beside a rollout."""
-        seconds = dict.fromkeys(("rollout", "reward", "train"), 0.0)
+        seconds: dict[str, float] = dict.fromkeys(("rollout", "reward", "train"), 0.0)
         beside = 0.0
         events: list[tuple[float, int, str]] = []
         for name, _, start, stop in self._phases:
@@ -612,7 +612,7 @@ class RolloutSteps:
         find_cause = functools.partial(self._find_cause, self._chunks)
         first, after = self._prompts
         numbers = self._prompt_numbers(first, after - first)
-        more = about | busy
+        more: dict[str, float | str] = {**about, **busy}
         if self._config.dynamic_sampling > 1:  # a batch may read more prompts than it has groups
             more["epoch"] = after / len(self._rl.prompts)
         return state, StepResult(metrics, numbers, batch.pairs_per_batch, waited, find_cause, more, self._prompts)

@@ -346,9 +346,9 @@ class CheckpointReader:
             is_replicated = abstract.outer is not None and part in OF_REPLICAS
             update_state[part] = layout.as_saved(tree, before=int(is_replicated))
         wanted = {"params": layout.as_saved(abstract.model_params), "update_state": update_state}
-        is_averaged = abstract.average is not None and has_average(path)
-        if is_averaged:
-            wanted[AVERAGE] = layout.as_saved(abstract.average)
+        average = abstract.average if has_average(path) else None
+        if average is not None:
+            wanted[AVERAGE] = layout.as_saved(average)
         restored = read_arrays(path, wanted)
         params = reshaped(restored["params"], abstract.model_params)
         update_state = reshaped(restored["update_state"], abstract.update_state)
@@ -361,8 +361,8 @@ class CheckpointReader:
 
             frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
             state = dataclasses.replace(state, frozen=frozen)
-        if is_averaged:
-            state = dataclasses.replace(state, average=reshaped(restored[AVERAGE], abstract.average))
+        if average is not None:
+            state = dataclasses.replace(state, average=reshaped(restored[AVERAGE], average))
         elif abstract.average is not None:  # a copy, as a step donates both
             new = jax.tree.map(lambda p: jax.numpy.array(p, jax.numpy.float32), params)
             where = jax.tree.map(lambda leaf: leaf.sharding, abstract.average)

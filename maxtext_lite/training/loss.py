@@ -342,7 +342,10 @@ class Outputs:
             here = dataclasses.replace(self, x_BTD=x_BTD)
             weight_BT = rows[f"weights+{number}"] * factor / len(self.ahead)
             target_BT = self.tokens.split(rows[f"targets+{number}"])
-            total += cross_entropy(*here._head_inputs(), target_BT, self.tokens.split(weight_BT), self._readout())[0]
+            found: tuple[Array, LossSums] = cross_entropy(
+                *here._head_inputs(), target_BT, self.tokens.split(weight_BT), self._readout()
+            )
+            total += found[0]
         return total
 
     def nll(self, target_BT: Array, temperature: float = 1.0) -> Array:

@@ -414,7 +414,7 @@ def schedule_of_run(
     return dataclasses.replace(schedule, factors=tuple(factors))
 
 
-def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
+def _direction(config: Config, axes: Tree) -> optax.GradientTransformation:
     """The transformation of a gradient into an undecayed step of learning rate 1."""
     match config.optimizer:
         case "adamw":

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -277,7 +277,7 @@ def _anywhere(whole: NamedSharding, leaf: Any) -> jax.ShapeDtypeStruct:
     where = whole
     for dim, size in enumerate(leaf.shape):
         if size % whole.mesh.size == 0:
-            where = over_all_devices(whole.mesh, dim)
+            where = over_all_devices(cast(Mesh, whole.mesh), dim)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from maxtext_lite.config import OptimizerConfig
+from maxtext_lite.config import Config
 from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
 from maxtext_lite.parallel import Tree, TreePath, over_whole_matrices, sharding, zero1_sharding
 from maxtext_lite.training.arrays import map_axes
@@ -64,7 +64,7 @@ def adafactor(axes: Tree) -> optax.GradientTransformation:
 class MomentumState(NamedTuple):
     """The number of updates, and the mean of their gradients."""
 
-    count: Array
+    count: Any
     mu: Tree
 
 
@@ -74,7 +74,7 @@ def _nesterov(beta: float) -> optax.GradientTransformation:
     def init(params: Tree) -> MomentumState:
         return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
-    def update(updates: Tree, state: MomentumState, params: Tree = None) -> tuple[Tree, MomentumState]:
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, MomentumState]:
         del params
         count = state.count + 1
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
@@ -85,7 +85,7 @@ def _nesterov(beta: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
+def muon(config: Config, axes: Tree) -> optax.GradientTransformation:
     """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
     momentum.
 
@@ -111,7 +111,8 @@ def muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
 
         def of_stack(stack: Array) -> Array:
             flat = stack.reshape(-1, rows, columns)
-            return steps.update(flat, steps.init(flat))[0].reshape(stack.shape)
+            found: Any = steps.update(flat, steps.init(flat))[0]
+            return found.reshape(stack.shape)
 
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
