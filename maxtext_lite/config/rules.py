@@ -1,9 +1,11 @@
 """Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import (
@@ -23,6 +25,7 @@ from maxtext_lite.config.keys import (
     PRETRAIN,
     Config,
     SourceList,
+    kinds_in,
     listed,
     objective_kind,
     objective_name,
@@ -44,6 +47,7 @@ def rule_violations(config: Config, defaults: Config) -> Iterator[Refusal]:
     for rule in (_warmup, _length):
         if refusal := rule(config, defaults):
             yield refusal
+    yield from _conflicts(config)
     yield from _keys_without_effect(config, defaults)
 
 
@@ -57,35 +61,32 @@ class _Idle:
     Attributes:
       cause: the other key.
       instead: a value of it with which they have an effect, where one is obvious.
+      when: whether they have none, from the value of `cause`.
     """
 
-    applies: Callable[[Config], bool]
     cause: str
     keys: tuple[str, ...]
     instead: object = None
+    when: Callable[[Any], object] = operator.not_
+
+
+def _no_local(pattern: str) -> bool:
+    return not {*LOCAL_KINDS} & {*kinds_in(pattern)}
 
 
 _IDLE = (
-    _Idle(lambda config: not config.lora_rank, "lora_rank", ("lora_alpha", "lora_targets"), 8),
-    _Idle(lambda config: not config.mtp_num_layers, "mtp_num_layers", ("mtp_loss_scaling_factor",), 1),
-    _Idle(lambda config: not config.num_epochs, "num_epochs", ("last_batch",)),
+    _Idle("lora_rank", ("lora_alpha", "lora_targets"), 8),
+    _Idle("mtp_num_layers", ("mtp_loss_scaling_factor",), 1),
+    _Idle("num_epochs", ("last_batch",)),
+    _Idle("learning_rate_scaling", ("learning_rate_scaling_of",), when=lambda rule: rule == "none"),
+    _Idle("batch_schedule", ("batch_schedule_unit",)),
+    _Idle("ema_decay", ("eval_parameters",), 0.999),
+    _Idle("max_loss_spike", ("loss_spike_action",)),
+    _Idle("tokenizer_type", ("tokenizer_path",), "huggingface", lambda kind: kind == "byte"),
+    _Idle("dtype", ("loss_scale",), "float16", lambda dtype: dtype != "float16"),
+    _Idle("remat_policy", ("remat_save", "remat_offload"), "custom", lambda policy: policy != "custom"),
+    _Idle("shared_experts", ("base_shared_mlp_dim", "shared_expert_gate"), 1),
     _Idle(
-        lambda config: config.learning_rate_scaling == "none", "learning_rate_scaling", ("learning_rate_scaling_of",)
-    ),
-    _Idle(lambda config: not config.batch_schedule, "batch_schedule", ("batch_schedule_unit",)),
-    _Idle(lambda config: not config.ema_decay, "ema_decay", ("eval_parameters",), 0.999),
-    _Idle(lambda config: not config.max_loss_spike, "max_loss_spike", ("loss_spike_action",)),
-    _Idle(lambda config: config.tokenizer_type == "byte", "tokenizer_type", ("tokenizer_path",), "huggingface"),
-    _Idle(lambda config: config.dtype != "float16", "dtype", ("loss_scale",), "float16"),
-    _Idle(lambda config: config.remat_policy != "custom", "remat_policy", ("remat_save", "remat_offload"), "custom"),
-    _Idle(
-        lambda config: not config.shared_experts,
-        "shared_experts",
-        ("base_shared_mlp_dim", "shared_expert_gate"),
-        1,
-    ),
-    _Idle(
-        lambda config: config.num_experts == 1,
         "num_experts",
         (
             "base_moe_mlp_dim",
@@ -99,14 +100,10 @@ _IDLE = (
             "apply_router_weight_on_input",
             "router_z_loss_multiplier",
         ),
+        when=lambda experts: experts == 1,
     ),
+    _Idle("routed_score_func", ("routed_bias", "n_routing_groups"), when=lambda name: name == "sparsemixer"),
     _Idle(
-        lambda config: config.routed_score_func == "sparsemixer",
-        "routed_score_func",
-        ("routed_bias", "n_routing_groups"),
-    ),
-    _Idle(
-        lambda config: config.mla is not None,
         "mla",
         (
             "attention_bias",
@@ -118,52 +115,97 @@ _IDLE = (
             "inverse_layer_scaling",
             "position_temperature",
         ),
+        when=bool,
     ),
-    _Idle(
-        lambda config: not {*LOCAL_KINDS} & {*config.pattern},
-        "layer_pattern",
-        ("sliding_window_size",),
-        "local",
-    ),
-    _Idle(
-        lambda config: not {*LOCAL_KINDS} & {*config.pattern},
-        "layer_pattern",
-        ("rope_local_max_timescale",),
-    ),
-    _Idle(
-        lambda config: {*config.pattern} <= {*LOCAL_KINDS},
-        "layer_pattern",
-        ("global_attention",),
-    ),
-    _Idle(
-        lambda config: "chunked" not in config.pattern,
-        "layer_pattern",
-        ("chunk_attn_window_size",),
-        "chunked",
-    ),
-    _Idle(
-        lambda config: not source_kind(config.dataset_type).has_turns,
-        "dataset_type",
-        ("chat_template",),
-        "sft",
-    ),
-    _Idle(
-        lambda config: source_kind(config.dataset_type).data == "pairs",
-        "dataset_type",
-        ("z_loss_multiplier",),
-    ),
-    _Idle(lambda config: config.dataset_type == "synthetic", "dataset_type", ("balance_attention",)),
+    _Idle("layer_pattern", ("sliding_window_size",), "local", _no_local),
+    _Idle("layer_pattern", ("rope_local_max_timescale",), when=_no_local),
+    _Idle("layer_pattern", ("global_attention",), when=lambda pattern: {*kinds_in(pattern)} <= {*LOCAL_KINDS}),
+    _Idle("layer_pattern", ("chunk_attn_window_size",), "chunked", lambda pattern: "chunked" not in kinds_in(pattern)),
+    _Idle("dataset_type", ("chat_template",), "sft", lambda kind: not source_kind(kind).has_turns),
+    _Idle("dataset_type", ("z_loss_multiplier",), when=lambda kind: source_kind(kind).data == "pairs"),
+    _Idle("dataset_type", ("balance_attention",), when=lambda kind: kind == "synthetic"),
 )
 
 
 def _keys_without_effect(config: Config, defaults: Config) -> Iterator[Refusal]:
     for idle in _IDLE:
-        if not idle.applies(config):
+        value = getattr(config, idle.cause)
+        if not idle.when(value):
             continue
         usual = {key: getattr(defaults, key) for key in idle.keys}
-        reason = f"has no effect with {idle.cause}={value_text(getattr(config, idle.cause))}"
         instead = () if idle.instead is None else ({idle.cause: idle.instead},)
-        if refusal := refuse_unused(config, usual, reason, *instead):
+        if refusal := refuse_unused(config, usual, f"has no effect with {idle.cause}={value_text(value)}", *instead):
+            yield refusal
+
+
+# ---- Keys beside others ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Conflict:
+    """Keys that must have certain values because of another key.
+
+    Attributes:
+      cause: the other key.
+      plain: the value of each key.
+      why: in words.
+      when: whether they must, from the value of `cause`.
+    """
+
+    cause: str
+    plain: Mapping[str, object]
+    why: str
+    when: Callable[[Any], object] = bool
+
+
+_ONE_STAGE = {"ici_pipeline_parallelism": 1, "dcn_pipeline_parallelism": 1}
+_ONE_STACK = {**_ONE_STAGE, "mtp_num_layers": 0}
+_COMPLETE_P = ({"optimizer": "adamw", "lora_rank": 0}, "CompleteP is AdamW's, of all weights")
+_CONFLICTS = (
+    _Conflict("parallel_block", {"norm_placement": "pre"}, "it has one norm", lambda block: block != "none"),
+    _Conflict("shared_kv", _ONE_STACK, "its layers need the keys of others"),
+    _Conflict("hidden_size_per_layer_input", _ONE_STACK, "its layers need the tokens"),
+    _Conflict("inverse_layer_scaling", _ONE_STAGE, "its layers need their numbers"),
+    _Conflict("num_experts", {"gated_mlp": True}, "experts have gates", lambda experts: experts > 1),
+    _Conflict("mlp_activation", {"gated_mlp": True}, "it clamps the gate too", lambda name: name == "clamped_silu"),
+    _Conflict("routed_score_func", {"norm_topk_prob": False}, "it has no effect", lambda name: name == "sparsemixer"),
+    _Conflict("routed_bias", {"load_balance_over": "example"}, "it balances the experts by itself"),
+    _Conflict("lora_rank", {"load_balance_over": "example"}, "its routers are frozen"),
+    _Conflict("lora_rank", {"mtp_num_layers": 0}, "it has no adapters of these layers"),
+    _Conflict("mup_base_emb_dim", *_COMPLETE_P),
+    _Conflict("mup_base_num_layers", *_COMPLETE_P),
+    _Conflict("base_output_directory", {"overwrite": False}, "only local runs can be removed", is_bucket),
+    _Conflict(
+        "optimizer",
+        {"optimizer_state_dtype": "float32"},
+        "its moments are means over rows and columns",
+        lambda name: name == "adafactor",
+    ),
+    _Conflict(
+        "qk_clip_threshold",
+        {"qk_norm": "none", "clip_qkv": 0, "lora_rank": 0, "shared_kv": None, "global_attention": None},
+        "scaled weights must scale the logits",
+    ),
+    # Between synchronizations a replica knows only its own examples, parameters and optimizer state.
+    _Conflict(
+        "enable_diloco",
+        {
+            "schedule_unit": "steps",
+            "shard_optimizer_over_data": False,
+            "ema_decay": 0,
+            "mtp_num_layers": 0,
+            "load_balance_over": "example",
+        },
+        "replicas differ between synchronizations",
+    ),
+)
+
+
+def _conflicts(config: Config) -> Iterator[Refusal]:
+    for conflict in _CONFLICTS:
+        value = getattr(config, conflict.cause)
+        rule = f"with {conflict.cause}={value_text(value)}: {conflict.why}"
+        if conflict.when(value) and (refusal := refuse_unused(config, conflict.plain, rule)):
             yield refusal
 
 
@@ -274,26 +316,6 @@ def _mixers(config: Config) -> Refusal | None:
     return _first_dense(config, beside)
 
 
-def _load_balance(config: Config) -> Refusal | None:
-    """The load of a whole batch needs experts that all devices train, and no other balance."""
-    key = "load_balance_over"
-    if config.load_balance_over == "example":
-        return None
-    if config.routed_bias:
-        return refuse(config, key, "beside routed_bias=true, which balances the experts by itself", "example")
-    if config.lora_rank:
-        return refuse(config, key, f"beside lora_rank={config.lora_rank}, whose routers are frozen", "example")
-    if config.enable_diloco:
-        return refuse(config, key, "beside enable_diloco=true, whose replicas have no common batch", "example")
-    return None
-
-
-def _sparse_mixer(config: Config) -> Refusal | None:
-    if config.routed_score_func == "sparsemixer" and config.norm_topk_prob:
-        return refuse(config, "norm_topk_prob", "has no effect with routed_score_func=sparsemixer", False)
-    return None
-
-
 def _learned_positions(config: Config) -> Refusal | None:
     """The table of learned positions covers an example, and leaves nothing to rotate."""
     key, tokens = "trainable_position_size", config.max_target_length
@@ -305,12 +327,6 @@ def _learned_positions(config: Config) -> Refusal | None:
         if value := getattr(config, other):
             return refuse(config, key, f"contradicts {other}={value_text(value)}, which is about rotation", 0)
     return None
-
-
-def _parallel_block(config: Config) -> Refusal | None:
-    if config.parallel_block == "none" or config.norm_placement == "pre":
-        return None
-    return refuse(config, "norm_placement", f"contradicts parallel_block={config.parallel_block}", "pre")
 
 
 def _rope_scaling(config: Config) -> Refusal | None:
@@ -346,16 +362,6 @@ def _own_norms(config: Config) -> Refusal | None:
     return None
 
 
-def _beyond_a_stage(config: Config) -> Refusal | None:
-    """Terms for which a layer must know its number, the tokens or earlier layers' keys."""
-    for key in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
-        for term in ("inverse_layer_scaling", "hidden_size_per_layer_input", "shared_kv"):
-            if getattr(config, term) and getattr(config, key) != 1:
-                rule = f"contradicts {term}={value_text(getattr(config, term))}: a stage has its own layers alone"
-                return refuse(config, key, rule, 1)
-    return None
-
-
 def _shared_kv(config: Config) -> Refusal | None:
     """Layers without keys have an earlier layer of their kind that has some."""
     key, shared, kinds = "shared_kv", config.shared_kv, config.layer_kinds
@@ -379,10 +385,6 @@ def _gated_activation(config: Config) -> Refusal | None:
         return refuse(config, "mlp_activation", "does not work in experts", "silu")
     if activation == "xielu" and config.gated_mlp:
         return refuse(config, "gated_mlp", "with mlp_activation=xielu, which has no gate", False)
-    if not config.gated_mlp and has_experts:
-        return refuse(config, "gated_mlp", "with num_experts > 1: experts have gates", True)
-    if not config.gated_mlp and activation == "clamped_silu":
-        return refuse(config, "gated_mlp", "with mlp_activation=clamped_silu: it clamps the gate too", True)
     return None
 
 
@@ -422,19 +424,11 @@ def _chosen_groups(config: Config) -> Refusal | None:
 
 
 def _mtp(config: Config) -> Refusal | None:
-    """Multi-token prediction is a part of next-token prediction, and has no adapters."""
-    layers = config.mtp_num_layers
-    if not layers:
-        return None
-    if config.objective_kind.makes != PRETRAIN.makes:
+    """Multi-token prediction is a part of next-token prediction."""
+    layers, tokens = config.mtp_num_layers, config.max_target_length
+    if layers and config.objective_kind.makes != PRETRAIN.makes:
         return refuse(config, "mtp_num_layers", "with an objective that is not next-token prediction", 0)
-    if config.lora_rank:
-        return refuse(config, "mtp_num_layers", f"beside lora_rank={config.lora_rank}: it has no adapters", 0)
-    for term in ("shared_kv", "hidden_size_per_layer_input"):
-        if getattr(config, term):
-            return refuse(config, "mtp_num_layers", f"beside {term}, which is not built for it", 0)
-    if layers >= config.max_target_length:
-        tokens = config.max_target_length
+    if layers >= tokens:
         return refuse(config, "mtp_num_layers", f"predicts beyond max_target_length={tokens}", tokens - 1)
     return None
 
@@ -451,14 +445,6 @@ def _lora_targets(config: Config) -> Refusal | None:
     nearest = dict.fromkeys([name for name in named if name in known] + alike[:1])
     rule = f"names '{value_text(wrong[0], 40)}'; this model has {', '.join(known)}, or all"
     return refuse(config, "lora_targets", rule, ",".join(nearest) or ALL_TARGETS)
-
-
-def _complete_p(config: Config) -> Refusal | None:
-    for key in ("mup_base_emb_dim", "mup_base_num_layers"):
-        if value := getattr(config, key):
-            reason = f"beside {key}={value}: CompleteP is AdamW's, of all weights"
-            return refuse_unused(config, {"optimizer": "adamw", "lora_rank": 0}, reason)
-    return None
 
 
 def _learning_rate_groups(config: Config) -> Refusal | None:
@@ -516,13 +502,6 @@ def _run_name(config: Config) -> Refusal | None:
     return refuse(config, "run_name", "is not the name of a directory", "default")
 
 
-def _overwrite(config: Config) -> Refusal | None:
-    if not (config.overwrite and is_bucket(config.base_output_directory)):
-        return None
-    where = value_text(config.base_output_directory)
-    return refuse(config, "overwrite", f"removes local runs, and base_output_directory={where} is a bucket", False)
-
-
 def _scaled_adam(config: Config) -> Refusal | None:
     if not config.scale_adam_with_batch or (config.learning_rate_scaling, config.optimizer) == ("sqrt", "adamw"):
         return None
@@ -530,43 +509,30 @@ def _scaled_adam(config: Config) -> Refusal | None:
 
 
 def _scaled_by_stage(config: Config) -> Refusal | None:
-    if config.learning_rate_scaling_of == "target" or not config.scale_adam_with_batch:
+    if not config.scale_adam_with_batch:
         return None
     rule = "with scale_adam_with_batch=true: Adam's averages keep their decay from stage to stage"
-    return refuse(config, "learning_rate_scaling_of", rule, "target", {"scale_adam_with_batch": False})
+    return refuse_unused(config, {"learning_rate_scaling_of": "target"}, rule, {"scale_adam_with_batch": False})
 
 
 def _state_dtype(config: Config) -> Refusal | None:
-    dtype = config.optimizer_state_dtype
-    if dtype != "float32" and dtype not in installed_names("moments"):
-        return refuse(config, "optimizer_state_dtype", "is not installed", "float32")
-    if dtype == "float32" or config.optimizer != "adafactor":
+    if config.optimizer_state_dtype in ("float32", *installed_names("moments")):
         return None
-    rule = "with optimizer=adafactor, whose moments are means over rows and columns"
-    return refuse(config, "optimizer_state_dtype", rule, "float32")
+    return refuse(config, "optimizer_state_dtype", "is not installed", "float32")
 
 
 def _qk_clip(config: Config) -> Refusal | None:
-    if not config.qk_clip_threshold:
+    if not (config.qk_clip_threshold and config.first_num_dense_layers):
         return None
-    rule = "with qk_clip_threshold: scaled weights must scale the logits"
-    plain = {"qk_norm": "none", "clip_qkv": 0, "lora_rank": 0, "shared_kv": None, "global_attention": None}
-    refusal = refuse_unused(config, plain, rule)
-    if refusal is None and config.first_num_dense_layers and config.pipeline_schedule == "1f1b":
-        rule = "with qk_clip_threshold: that schedule has no logits of first_num_dense_layers"
-        refusal = refuse(config, "pipeline_schedule", rule, "gpipe", {"qk_clip_threshold": 0})
-    return refusal
+    rule = "with qk_clip_threshold: that schedule has no logits of first_num_dense_layers"
+    return refuse_unused(config, {"pipeline_schedule": "gpipe"}, rule, {"qk_clip_threshold": 0})
 
 
 def _diloco(config: Config) -> Refusal | None:
-    """Between synchronizations a replica knows only its own examples, parameters and optimizer state."""
-    if not config.enable_diloco:
+    if not (config.enable_diloco and config.max_loss_spike):
         return None
     rule = "with enable_diloco=true: replicas differ between synchronizations"
-    if config.max_loss_spike and config.loss_spike_action != "stop":
-        return refuse(config, "loss_spike_action", rule, "stop", {"max_loss_spike": 0})
-    plain = {"schedule_unit": "steps", "shard_optimizer_over_data": False, "ema_decay": 0, "mtp_num_layers": 0}
-    return refuse_unused(config, plain, rule)
+    return refuse_unused(config, {"loss_spike_action": "stop"}, rule, {"max_loss_spike": 0})
 
 
 def _remat_lists(config: Config) -> Refusal | None:
@@ -704,28 +670,22 @@ RULES: tuple[Callable[[Config], Refusal | None], ...] = (
     _mixers,
     _reach,
     _learned_positions,
-    _parallel_block,
     _rope_scaling,
     _temperature,
     _own_norms,
-    _beyond_a_stage,
     _shared_kv,
     _gated_activation,
     _dense_layers,
     _mlp_pattern,
     _mtp,
     _lora_targets,
-    _complete_p,
     _learning_rate_groups,
     _experts_per_token,
     _routing_groups,
     _chosen_groups,
-    _sparse_mixer,
-    _load_balance,
     unknown_to_kernel,
     _run_name,
     _batch_schedule,
-    _overwrite,
     _scaled_adam,
     _scaled_by_stage,
     _state_dtype,
