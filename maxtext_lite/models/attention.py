@@ -17,7 +17,6 @@ from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
-    context_order,
     context_shards,
     from_all_shards,
     over_shards,
@@ -28,7 +27,7 @@ from maxtext_lite.parallel import (
 
 _MASKED = -1e30  # finite: a row without any key inside a tile must not give inf - inf
 
-_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 Index = int | Array
 
@@ -221,12 +220,12 @@ def attend(q_BKGTH: Array, keys: Keys, seen_B11TS: Array, scoring: Scoring = PLA
 
     The log-partition of a query that sees none of them is so low that its context has no weight in a `merge`.
     """
-    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS), q_BKGTH.shape[-1])
+    score_BKGTS = scoring.score(dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS), q_BKGTH.shape[-1])
     score_BKGTS = jnp.where(seen_B11TS, score_BKGTS, _MASKED)
     max_BKGT1 = jnp.max(score_BKGTS, axis=-1, keepdims=True)
     weight_BKGTS = jnp.exp(score_BKGTS - max_BKGT1)
     sum_BKGT1 = jnp.sum(weight_BKGTS, axis=-1, keepdims=True)
-    context_BKGTW = _dot("BKGTS,BKSW->BKGTW", weight_BKGTS.astype(q_BKGTH.dtype), keys.v_BKSW) / sum_BKGT1
+    context_BKGTW = dot("BKGTS,BKSW->BKGTW", weight_BKGTS.astype(q_BKGTH.dtype), keys.v_BKSW) / sum_BKGT1
     return context_BKGTW, max_BKGT1 + jnp.log(sum_BKGT1)
 
 
@@ -272,14 +271,14 @@ def attend_backward(
     """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
     dtype = queries.q_BKGTH.dtype
     H = queries.q_BKGTH.shape[-1]
-    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
+    score_BKGTS = scoring.score(dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)
-    dweight_BKGTS = _dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
+    dweight_BKGTS = dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
     dscore_BKGTS = weight_BKGTS * (dweight_BKGTS - queries.product_BKGT1)
     dproduct_BKGTS = scoring.dproduct(dscore_BKGTS, score_BKGTS, H).astype(dtype)
-    dq_BKGTH = _dot("BKGTS,BKSH->BKGTH", dproduct_BKGTS, keys.k_BKSH)
-    dk_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dproduct_BKGTS)
-    dv_BKWS = _dot("BKWGT,BKGTS->BKWS", queries.g_BKWGT, weight_BKGTS.astype(dtype))
+    dq_BKGTH = dot("BKGTS,BKSH->BKGTH", dproduct_BKGTS, keys.k_BKSH)
+    dk_BKHS = dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dproduct_BKGTS)
+    dv_BKWS = dot("BKWGT,BKGTS->BKWS", queries.g_BKWGT, weight_BKGTS.astype(dtype))
     return dq_BKGTH, dk_BKHS, dv_BKWS
 
 
@@ -317,35 +316,8 @@ def attention(
     return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
 
 
-def largest_logits(q_BTNH: Array, k_BSKH: Array, segment_BT: Array, scoring: Scoring = PLAIN) -> Array:
-    """Each head's largest score [B, N] before its soft cap over all keys that real tokens see, or 0 if none is larger.
-
-    The arguments are those of `attention`. It has no gradient, and computes all scores once more, tile by tile of keys.
-    """
-    q_BTKGH = grouped(jax.lax.stop_gradient(q_BTNH), k_BSKH.shape[2])
-    number_T = jnp.asarray(context_order(q_BTNH.shape[1], context_shards()))
-
-    def tiles(x: Array) -> Array:
-        blocks = whole_blocks(x, _TILE, value=-1)
-        return jnp.moveaxis(blocks.reshape(len(x), -1, _TILE, *x.shape[2:]), 1, 0)
-
-    def look(largest_BKG: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        k_BSKH, segment_BS, number_1S = tile
-        distance_TS = number_T[:, None] - number_1S
-        seen_BTS = (segment_BT[:, :, None] == segment_BS[:, None]) & (segment_BS[:, None] > 0) & (distance_TS >= 0)
-        if scoring.window is not None:
-            seen_BTS &= distance_TS < scoring.window
-        score_BKGTS = scoring.scale_of(q_BTNH.shape[-1]) * _dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
-        score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, 0)
-        return jnp.maximum(largest_BKG, jnp.max(score_BKGTS, axis=(-2, -1))), None
-
-    zeros_BKG = jnp.zeros((len(q_BTNH), *q_BTKGH.shape[2:4]), jnp.float32)
-    keys = (jax.lax.stop_gradient(k_BSKH), segment_BT, number_T[None])
-    found_BKG, _ = jax.lax.scan(look, zeros_BKG, jax.tree.map(tiles, keys))
-    return found_BKG.reshape(len(q_BTNH), -1)
-
-
-_TILE = 512
+TILE = 512
+"""Queries and keys in a tile of plain attention."""
 _STRIP = 128
 
 
@@ -398,8 +370,8 @@ class Layout:
         """The layout for this many tokens on a device: the fewest tiles of at most 512, with little padding."""
         num_runs = 1 if context_shards() == 1 else CHUNKS_PER_SHARD
         run = num_tokens // num_runs
-        num_tiles = math.ceil(run / _TILE)
-        tile = run if num_tiles == 1 else min(_TILE, 8 * math.ceil(run / num_tiles / 8))
+        num_tiles = math.ceil(run / TILE)
+        tile = run if num_tiles == 1 else min(TILE, 8 * math.ceil(run / num_tiles / 8))
         return cls(num_runs, run, num_tiles, tile, window)
 
     @property

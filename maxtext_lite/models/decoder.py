@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.config.keys import mixer_of
 from maxtext_lite.config.weights import MTP_LAYERS, MTP_NORMS, end_weights, is_matrix, mtp_weights, part_of
-from maxtext_lite.models.attention import attention, largest_logits
+from maxtext_lite.models.attention import attention
 from maxtext_lite.models.layers import (
     HEADS_AXES,
     RESIDUAL_AXES,
@@ -204,17 +204,16 @@ def stream_axes(shape: DecoderShape) -> Tree:
 def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, Array]:
     """The `aux` of a stream of rows of this many tokens before the first layer: zeros."""
     experts = shape.experts
-    largest = {}
+    aux: dict[str, Array] = {}
+    if experts is not None:
+        sizes = (num_rows, num_tokens)
+        aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
+    if experts is not None and experts.counts:
+        aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
     if shape.keeps_largest_logits:
         num_layers = shape.num_layers + shape.mtp_num_layers
-        largest[LARGEST_LOGITS] = jnp.zeros((num_rows, num_layers, shape.num_query_heads), jnp.float32)
-    if experts is None:
-        return largest
-    sizes = (num_rows, num_tokens)
-    aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
-    if experts.counts:
-        aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
-    return aux | largest
+        aux[LARGEST_LOGITS] = jnp.zeros((num_rows, num_layers, shape.num_query_heads), jnp.float32)
+    return aux
 
 
 class _Modules(nnx.Module):
@@ -281,6 +280,12 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
+def _lora() -> Any:
+    from maxtext_lite.models import lora  # few runs need it
+
+    return lora
+
+
 class Decoder:
     """A Llama-family decoder (arXiv:2302.13971): pure functions of `params`, which `init` makes.
 
@@ -305,9 +310,7 @@ class Decoder:
         self._plain_axes = axes
         self.axes = axes
         if shape.lora:
-            from maxtext_lite.models.lora import adapter_axes, joined
-
-            self.axes = joined(shape.lora, adapter_axes(shape.lora, axes), axes)
+            self.axes = _lora().joined(shape.lora, _lora().adapter_axes(shape.lora, axes), axes)
         self.abstract_params: Params = jax.eval_shape(
             lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
@@ -328,33 +331,19 @@ class Decoder:
             params = params | {MTP_LAYERS: self.init(key)[MTP_LAYERS]}
         if lora is None:
             return params
-        from maxtext_lite.models.lora import joined, new_adapters
-
-        return joined(lora, new_adapters(lora, self._plain_axes, params, key), params)
+        return _lora().joined(lora, _lora().new_adapters(lora, self._plain_axes, params, key), params)
 
     def trained(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is trained: all of it, or with LoRA the adapters."""
-        if self.shape.lora is None:
-            return tree
-        from maxtext_lite.models.lora import adapters_of
-
-        return adapters_of(tree)
+        return tree if self.shape.lora is None else _lora().adapters_of(tree)
 
     def frozen(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is frozen; None without LoRA."""
-        if self.shape.lora is None:
-            return None
-        from maxtext_lite.models.lora import frozen_of
-
-        return frozen_of(tree)
+        return None if self.shape.lora is None else _lora().frozen_of(tree)
 
     def joined(self, trained: Tree, frozen: Tree) -> Tree:
         """The tree like `params` with these two parts."""
-        if self.shape.lora is None:
-            return trained
-        from maxtext_lite.models.lora import joined
-
-        return joined(self.shape.lora, trained, frozen)
+        return trained if self.shape.lora is None else _lora().joined(self.shape.lora, trained, frozen)
 
     def _in_stages(self, params: Params) -> Params:
         """The parameters with the layers as the pipeline stores them."""
@@ -469,6 +458,8 @@ class Decoder:
                     k_BTKH, v_BTKH = cache[kind]
                 kept = None if cache is None else {**cache, kind: (k_BTKH, v_BTKH)}
                 if self.shape.keeps_largest_logits:
+                    from maxtext_lite.models.qk_clip import largest_logits
+
                     kept = largest_logits(q_BTNH, k_BTKH, segment_BT, scoring)
                 return attention(
                     q_BTNH, k_BTKH, v_BTKH, segment_BT, sink_N, kernel=kernel, strategy=strategy, scoring=scoring
@@ -537,9 +528,7 @@ class Decoder:
                 attend = scaled_queries(cast(Attend, attend), factor_BT)
             graph = self._layer_graphs[f"layers/{name}" if name else path]
             if shape.lora:
-                from maxtext_lite.models.lora import with_merged_experts
-
-                params = with_merged_experts(params)
+                params = _lora().with_merged_experts(params)
             module = nnx.merge(graph, params)
             own = {} if own_BTY is None else {"own_BTY": own_BTY}
             x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop, **own)

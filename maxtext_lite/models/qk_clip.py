@@ -8,7 +8,36 @@ import numpy as np
 from jax import Array
 
 from maxtext_lite.config.weights import ModelShape, attention_weights
-from maxtext_lite.parallel import Tree, TreePath
+from maxtext_lite.models.attention import PLAIN, TILE, Scoring, dot, grouped, whole_blocks
+from maxtext_lite.parallel import Tree, TreePath, context_order, context_shards
+
+
+def largest_logits(q_BTNH: Array, k_BSKH: Array, segment_BT: Array, scoring: Scoring = PLAIN) -> Array:
+    """Each head's largest score [B, N] before its soft cap over all keys that real tokens see, or 0 if none is larger.
+
+    The arguments are those of `attention`. It has no gradient, and computes all scores once more, tile by tile of keys.
+    """
+    q_BTKGH = grouped(jax.lax.stop_gradient(q_BTNH), k_BSKH.shape[2])
+    number_T = jnp.asarray(context_order(q_BTNH.shape[1], context_shards()))
+
+    def tiles(x: Array) -> Array:
+        blocks = whole_blocks(x, TILE, value=-1)
+        return jnp.moveaxis(blocks.reshape(len(x), -1, TILE, *x.shape[2:]), 1, 0)
+
+    def look(largest_BKG: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        k_BSKH, segment_BS, number_1S = tile
+        distance_TS = number_T[:, None] - number_1S
+        seen_BTS = (segment_BT[:, :, None] == segment_BS[:, None]) & (segment_BS[:, None] > 0) & (distance_TS >= 0)
+        if scoring.window is not None:
+            seen_BTS &= distance_TS < scoring.window
+        score_BKGTS = scoring.scale_of(q_BTNH.shape[-1]) * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+        score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, 0)
+        return jnp.maximum(largest_BKG, jnp.max(score_BKGTS, axis=(-2, -1))), None
+
+    zeros_BKG = jnp.zeros((len(q_BTNH), *q_BTKGH.shape[2:4]), jnp.float32)
+    keys = (jax.lax.stop_gradient(k_BSKH), segment_BT, number_T[None])
+    found_BKG, _ = jax.lax.scan(look, zeros_BKG, jax.tree.map(tiles, keys))
+    return found_BKG.reshape(len(q_BTNH), -1)
 
 
 def clip_heads(params: Tree, largest_LN: Array, *, threshold: float, shape: ModelShape) -> Tree:

@@ -97,7 +97,7 @@ def test_a_kernel_equals_float64_attention(
 ):
     """Also with sinks so far above the scores that they take all; over other documents in the same program."""
     monkeypatch.setattr(tile_layout, "_STRIP", 16)
-    monkeypatch.setattr(tile_layout, "_TILE", tile)
+    monkeypatch.setattr(tile_layout, "TILE", tile)
     run = jax.jit(with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring)))
     for seed, sink in enumerate(
         (SINK, np.array([500.0, -500.0, 0.0, 90.0], np.float32))

@@ -73,7 +73,7 @@ def test_shards_equal_float64_attention_of_whole_examples(
 ):
     """Documents cross the chunks, and values are of another width. Scores of some thousands overflow no exponential."""
     monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
-    monkeypatch.setattr(tile_layout, "_TILE", tile)
+    monkeypatch.setattr(tile_layout, "TILE", tile)
     pair = (128, 128)
     monkeypatch.setattr(
         splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),)
@@ -106,7 +106,7 @@ def test_shards_equal_float64_attention_of_whole_examples(
 @pytest.mark.fast
 def test_tiles_beyond_every_window_are_passed_over(monkeypatch):
     """Keys that are not numbers spoil what is computed from them, even where a mask then hides it."""
-    monkeypatch.setattr(tile_layout, "_TILE", 4)
+    monkeypatch.setattr(tile_layout, "TILE", 4)
     q, k, v, segment, g = inputs(32)
     k, v = (
         np.where(np.arange(32)[:, None, None] < 4, np.float32(np.nan), x)

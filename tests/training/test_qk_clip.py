@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from maxtext_lite.models.attention import Scoring, largest_logits
+from maxtext_lite.models.attention import Scoring
+from maxtext_lite.models.qk_clip import largest_logits
 from maxtext_lite.parallel.pipeline import Pipeline
 
 CLIP = "qk_clip_threshold=0.02"
