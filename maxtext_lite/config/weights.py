@@ -706,13 +706,13 @@ def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
 
 
 def trained_paths(config: ModelConfig) -> tuple[str, ...]:
-    """The paths of the trained parameters; with LoRA they are each weight's lora_a and lora_b."""
+    """The paths of the parameters that gradients change; with LoRA they are each weight's lora_a and lora_b."""
     adapted = adapted_weights(config)
     paths: list[str] = []
     for stack, (_, table) in stacks_of(model_shape(config)).items():
         whole = within(stack, table) if stack else table
         if not config.lora_rank:
-            paths += whole
+            paths += [path for path, weight in whole.items() if weight.axes != ("router_bias",)]
         elif stack:
             names = [path for path in whole if path.rpartition("/")[2] in adapted]
             paths += [f"{path}/lora_{matrix}" for path in names for matrix in "ab"]
