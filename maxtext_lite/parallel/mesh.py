@@ -250,7 +250,7 @@ def per_replica(where: NamedSharding) -> NamedSharding:
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def names_in(entry: Any) -> tuple[str, ...]:
     """The mesh axes of an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
@@ -259,7 +259,7 @@ def zero1_sharding(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """`where` with its first divisible dim also split over the data axis; `where` itself if none is."""
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
-    for dim, axes in enumerate(map(_names, spec)):
+    for dim, axes in enumerate(map(names_in, spec)):
         parts = math.prod(where.mesh.shape[axis] for axis in (*axes, data))
         if shape[dim] % parts == 0:
             spec[dim] = (*axes, data)
@@ -272,41 +272,6 @@ def with_dims(where: NamedSharding, rank: int, first: int, end: int, count: int)
     spec = [*where.spec, *[None] * (rank - len(where.spec))]
     spec[first:end] = [None] * count
     return NamedSharding(where.mesh, PartitionSpec(*spec))
-
-
-def over_whole_matrices(
-    function: Callable[[Array], Array], x: Array, where: NamedSharding, num_stacked: int, apart: Sequence[str] = ()
-) -> Array:
-    """`function`, which maps a stack [S, ...] to one of its shape, with whole matrices of its own on each device.
-
-    Devices exchange their parts of all matrices for all parts of some, and back. Those with the same parts share the
-    work. Zeros fill up a stack that does not divide.
-
-    Args:
-      x: a stack laid out by `where`, with `num_stacked` dims before those of its matrices.
-      apart: mesh axes over which nothing is exchanged.
-    """
-    mesh = where.mesh
-    entries = [_names(entry) for entry in where.spec]
-    moves = [(dim + 1, names) for dim, names in enumerate(entries[num_stacked:]) if names]
-    taken = {*apart, *(name for names in entries for name in names)}
-    same = tuple(name for name in mesh.axis_names if name not in taken)
-    num_same = math.prod(mesh.shape[name] for name in same)
-    num_devices = num_same * math.prod(mesh.shape[name] for _, names in moves for name in names)
-
-    def on_device(x: Array) -> Array:
-        stack = x.reshape(-1, *x.shape[num_stacked:])
-        stack = jnp.pad(stack, [(0, -len(stack) % num_devices), *[(0, 0)] * (stack.ndim - 1)])
-        own = stack.reshape(num_same, -1, *stack.shape[1:])[jax.lax.axis_index(same) if num_same > 1 else 0]
-        for dim, names in moves:
-            own = jax.lax.all_to_all(own, names, 0, dim, tiled=True)
-        own = function(own)
-        for dim, names in reversed(moves):
-            own = jax.lax.all_to_all(own, names, dim, 0, tiled=True)
-        stack = jax.lax.all_gather(own, same, tiled=True) if num_same > 1 else own
-        return stack[: math.prod(x.shape[:num_stacked])].reshape(x.shape)
-
-    return jax.shard_map(on_device, in_specs=where.spec, out_specs=where.spec, check_vma=False)(x)
 
 
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:

@@ -10,7 +10,8 @@ from jax import Array
 
 from maxtext_lite.config import Config
 from maxtext_lite.models import is_matrix, num_inputs, per_tensor_axes, unstacked
-from maxtext_lite.parallel import Tree, TreePath, over_whole_matrices, sharding, zero1_sharding
+from maxtext_lite.parallel import Tree, TreePath, sharding, zero1_sharding
+from maxtext_lite.parallel.whole_matrices import over_whole_matrices
 from maxtext_lite.training.arrays import map_axes
 
 
