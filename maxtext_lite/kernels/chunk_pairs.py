@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext_lite.models.attention import STRATEGIES, merge, part, put
+from maxtext_lite.models.attention import merge, part, put
+from maxtext_lite.models.key_exchange import STRATEGIES
 from maxtext_lite.parallel import Tree, own_shard
 
 Change = Callable[[Any, Any], Any]
@@ -62,7 +63,7 @@ def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[Array, 
     """Contexts and log-partitions over the keys of all shards.
 
     Args:
-      strategy: how the shards exchange keys, one of `attention.STRATEGIES`.
+      strategy: how the shards exchange keys, one of `key_exchange.STRATEGIES`.
       keys: this shard's.
       own: the results for its own keys.
     """

@@ -58,7 +58,7 @@ def mosaic_attention(
     """`attention` by tokamax's Mosaic kernels, for any T.
 
     Args:
-      strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `key_exchange.STRATEGIES`.
     """
 
     def local(q_BTNH: Array, k_BSKH: Array, v_BSKW: Array, segment_BT: Array, sink_N: Array | None) -> Array:
@@ -162,7 +162,7 @@ class Sharded:
     """`Mosaic` for a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
 
     Attributes:
-      strategy: how the shards exchange keys, one of `attention.STRATEGIES`.
+      strategy: how the shards exchange keys, one of `key_exchange.STRATEGIES`.
     """
 
     scale: float

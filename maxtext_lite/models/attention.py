@@ -18,11 +18,8 @@ from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     Tree,
     context_shards,
-    from_all_shards,
     over_shards,
     own_shard,
-    sum_to_shards,
-    to_next_shard,
 )
 
 _MASKED = -1e30  # finite: a row without any key inside a tile must not give inf - inf
@@ -304,7 +301,7 @@ def attention(
         cudnn_flash does not read it: rows must contain one document each.
       sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
       kernel: a name of the registry's kind `attention`; the config's rules refuse what it does not support.
-      strategy: how the shards of a context axis exchange keys, one of `attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `key_exchange.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
@@ -538,60 +535,6 @@ _TOKENS = ("batch", "length")
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
-Visit = Callable[[Tree, Tree, Tree, Array], tuple[Tree, Tree]]
-"""(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
-
-Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
-"""(visit, state, own keys, zeros for their sums) -> (state, sums) after all other shards."""
-
-
-def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
-    """Gathers all shards' keys at once, and returns their sums by one reduction. These are two collectives, and a
-    device has the keys and sums of whole examples."""
-    own = own_shard()
-    shards = context_shards()
-    of_all = from_all_shards(keys)
-
-    def body(distance: Array, carry: Tree) -> Tree:
-        state, sums = carry
-        other = (own - distance) % shards
-        theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
-        state, their_sums = visit(state, their_sums, theirs, other)
-        return state, jax.tree.map(lambda x, new: x.at[other].set(new), sums, their_sums)
-
-    sums = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), sums)
-    state, sums = jax.lax.fori_loop(1, shards, body, (state, sums))
-    return state, sum_to_shards(sums)
-
-
-def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
-    """Passes keys from shard to shard together with their sums, which reach their own shard with the last hop. A device
-    has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
-    own = own_shard()
-    shards = context_shards()
-
-    def hop(state: Tree, sums: Tree, theirs: Tree, distance: Array | int) -> tuple[Tree, Tree]:
-        state, sums = visit(state, sums, theirs, (own - distance) % shards)
-        return state, to_next_shard(sums)
-
-    def body(carry: Tree, distance: Array) -> Tree:
-        state, sums, theirs = carry
-        coming = to_next_shard(theirs)
-        state, sums = hop(state, sums, theirs, distance)
-        return (state, sums, coming), None
-
-    carry = (state, sums, to_next_shard(keys))
-    if shards > 2:
-        carry, _ = jax.lax.scan(body, carry, jnp.arange(1, shards - 1))
-    return hop(*carry, shards - 1)
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "all_gather": _all_gather,
-    "ring": _ring,
-}
-"""How each shard's keys reach the others, by the value of context_parallel_strategy."""
-
 
 class Passes(NamedTuple):
     """Attention's two passes on one device, whose first arguments are `options`.
@@ -619,11 +562,9 @@ def tiled_attention(
     """`attention` for examples in context order, if the mesh in use splits T over its context axis.
 
     Args:
-      strategy: one of STRATEGIES.
-    Raises:
-      KeyError: the strategy is unknown.
+      strategy: one of `key_exchange.STRATEGIES`.
     """
-    passes = Passes(_shard_forward, _shard_backward, (STRATEGIES[strategy], scoring))
+    passes = Passes(_shard_forward, _shard_backward, (strategy, scoring))
     return on_devices((q_BTNH, k_BSKH, v_BSKW, segment_BT), sink_N, passes)
 
 
@@ -662,7 +603,7 @@ on_devices.defvjp(_forward, _backward)
 
 
 def _shard_forward(
-    strategy: Strategy,
+    strategy: str,
     scoring: Scoring,
     q_BTNH: Array,
     k_BSKH: Array,
@@ -703,14 +644,16 @@ def _shard_forward(
     find = functools.partial(attend_to, Keys.of(*own))
     state = layout.fold(layout.own_tiles()[1:], layout.of_each_query(find), find, add, nothing)
     if context_shards() > 1:
-        state, _ = strategy(visit, state, own, ())
+        from maxtext_lite.models.key_exchange import STRATEGIES
+
+        state, _ = STRATEGIES[strategy](visit, state, own, ())
     context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
     context_BTNW = ungrouped(context_BKGTW.astype(q_BTNH.dtype))
     return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
 
 
 def _shard_backward(
-    strategy: Strategy,
+    strategy: str,
     scoring: Scoring,
     q_BTNH: Array,
     k_BSKH: Array,
@@ -765,7 +708,9 @@ def _shard_backward(
     dq_BKGTH = jnp.zeros(queries.q_BKGTH.shape, jnp.float32)
     dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
     if context_shards() > 1:
-        dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
+        from maxtext_lite.models.key_exchange import STRATEGIES
+
+        dq_BKGTH, sums = STRATEGIES[strategy](visit, dq_BKGTH, own, zeros)
         own_sums = jax.tree.map(jnp.add, own_sums, list(sums))
     dtype = q_BTNH.dtype
     dk_BSKH, dv_BSKW = (x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
