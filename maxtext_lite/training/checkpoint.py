@@ -32,6 +32,7 @@ from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.history import MIXTURE
 from maxtext_lite.parallel import Params, Tree, on_first_host, value_of_host
 from maxtext_lite.training.noise import NoiseScale
+from maxtext_lite.training.optimizer import master_of
 from maxtext_lite.training.parameter_layout import (
     AVERAGE,
     StageLayout,
@@ -364,7 +365,9 @@ class CheckpointReader:
         if average is not None:
             state = dataclasses.replace(state, average=reshaped(restored[AVERAGE], average))
         elif abstract.average is not None:  # a copy, as a step donates both
-            new = jax.tree.map(lambda p: jax.numpy.array(p, jax.numpy.float32), params)
+            master = master_of(state.opt_state)
+            wide = params if master is None else master
+            new = jax.tree.map(lambda p: jax.numpy.array(p, jax.numpy.float32), wide)
             where = jax.tree.map(lambda leaf: leaf.sharding, abstract.average)
             state = dataclasses.replace(state, average=jax.device_put(new, where))
         return state, counts

@@ -81,14 +81,19 @@ def test_the_average_follows_every_update_but_skipped_ones(
     )
 
 
+@pytest.mark.parametrize(
+    "keys", [(), ("weight_dtype=bfloat16", "optimizer_memory_host_offload=true")]
+)
 def test_switched_on_it_begins_with_the_parameters_and_switched_off_it_is_dropped(
-    setup, rows, tmp_path
+    setup, rows, tmp_path, keys
 ):
-    on, off = setup(*KEYS), setup(KEYS[0])
-    saved(tmp_path / "off", off, off.state())
-    state = restored(tmp_path / "off", on)
-    jax.tree.map(assert_array_equal, state.average, off.initial.params)
+    on, off = setup(*KEYS, *keys), setup(KEYS[0], *keys)
     batch = on.batch(rows, 1, 16)
+    before, _ = off.compile_step(batch)(off.state(), batch, None)
+    saved(tmp_path / "off", off, before)
+    state = restored(tmp_path / "off", on)
+    for leaf, want in zip(jax.tree.leaves(state.average), wide(before), strict=True):
+        assert_array_equal(leaf, want)
     state, _ = on.compile_step(batch)(state, batch, None)  # donates both
     with pytest.raises(UserError, match=r"ema_decay=0. Nearest .*parameters=trained"):
         load_parameters(tmp_path / "off", on.abstract.params, "RUN", "ema")
