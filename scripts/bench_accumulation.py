@@ -10,9 +10,9 @@ Prints three tables in Markdown. Key=value arguments are those of `maxtext_lite.
 run, with compilation done before: in each round every variant trains the same number of examples, forwards in even
 rounds and backwards in odd ones, and ratios are taken within a round, so that a slow minute of the machine falls on
 all of them. The cost of the noise scale is that of the norms of the groups' gradients, found in two ways: a step with
-them over the same step compiled with zeros in their place, in alternation, in wall-clock and in CPU time (which others
-on the machine disturb less); and the norms by themselves, once for each micro-batch, over a step without them. The
-latter is the upper bound, since within a step they share the reading of the gradients.
+them over the same step compiled without them, in alternation, in wall-clock and in CPU time (which others on the
+machine disturb less); and the norms by themselves, once for each micro-batch, over a step without them. The latter is
+the upper bound, since within a step they share the reading of the gradients.
 
 With --stages S, the first table is over micro-batches, pipeline microbatches and both schedules on S stages.
 """
@@ -115,13 +115,11 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
 
 
 def _norms(wanted: bool) -> Any:
-    """A patch while a step is traced: it computes the norms of the groups' gradients, or else zeros."""
-    import jax.numpy as jnp
-
+    """A patch while a step is traced: it computes the norms of the groups' gradients, or does without them."""
     from maxtext_lite.training import gradients
 
-    squares = gradients._squares_by_replica if wanted else lambda gradient: jnp.zeros(gradient.shape[0])
-    return mock.patch.object(gradients, "_squares_by_replica", squares)
+    add_group = gradients._add_group if wanted else lambda sums, *_: sums
+    return mock.patch.object(gradients, "_add_group", add_group)
 
 
 def _batch(config: Any, plan: Any, accumulation: int) -> dict[str, np.ndarray]:
@@ -155,13 +153,15 @@ def _norms_alone(decoder: Any, mesh: Any) -> Callable[[], None]:
     import jax.numpy as jnp
 
     from maxtext_lite.parallel import per_replica, sharding
-    from maxtext_lite.training.gradients import _squares_by_replica
 
     def ones(weight: Any, axes: Any) -> Any:
         where = per_replica(sharding(mesh, axes))
         return jnp.ones((mesh.shape["data"], *weight.shape), weight.dtype, device=where)
 
-    norms = jax.jit(lambda gradients: sum(_squares_by_replica(g) for g in jax.tree.leaves(gradients)))
+    def squares_R(gradient: Any) -> Any:
+        return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
+
+    norms = jax.jit(lambda gradients: sum(map(squares_R, jax.tree.leaves(gradients))))
     gradients: list[Any] = []
 
     def run() -> None:

@@ -124,7 +124,8 @@ class Renderer:
         else:
             raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, all texts or all lists of turns.")
         turns = turns_under(where, key, value)
-        named = f"system and {key}" if value.get("system") and key != "messages" else key
+        named = "instruction and output" if key == "instruction" else key
+        named = f"system and {named}" if value.get("system") and key != "messages" else named
         return self._conversation(where, self._turns(where, named, turns), 0)
 
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
