@@ -57,7 +57,6 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "spikes": "maxtext_lite.operations.spikes:SpikesHook",
     },
     "lock": {"lease": "maxtext_lite.operations.lock:hold"},
-    "loss": {"own": "maxtext_lite.post_training.custom_loss:custom_loss"},
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
     "moments": {
         "float32": "maxtext_lite.kernels.moments:widen",
@@ -105,7 +104,6 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 - `hook`: makes a hook, see `training.hooks`: the library's own, and for the key hooks those of other packages.
 - `layer`: a `Layer` of config/weights.py, for layer_pattern; attention is no name here.
 - `lock`: keeps two runs from one run directory.
-- `loss`: the objective that minimises the caller's own loss.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
 - `moments`: from a state with float32 moments and a key to one with narrow ones; float32: back, without a key.
 - `objective`, `source`: values of the keys objective and dataset_type, as config/keys.py describes them.

@@ -123,12 +123,14 @@ def own_objective(config: Config, loss: Loss, sources: Sources | None) -> Object
     Raises:
       UserError: the config is about pairs of rows, or the loss breaks a promise of `Loss`.
     """
+    from maxtext_lite.training.custom_loss import custom_loss
+
     _refuse_pairs(config, "objective")
     if config.mtp_num_layers:
         key = f"mtp_num_layers={config.mtp_num_layers}"
         raise UserError(f"{key} does not apply to a custom objective. Nearest that works: mtp_num_layers=0.")
     start_devices()  # processes must join before any of them computes
-    return registry.load("loss", "own")(
+    return custom_loss(
         loss,
         fields=sources[0].fields if sources else example_shape(config)[1],
         vocab_size=config.vocab_size,

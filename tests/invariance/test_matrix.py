@@ -30,8 +30,8 @@ from maxtext_lite.models import (
 from maxtext_lite.models.experts import FURTHER_ROUNDS
 from maxtext_lite.models.lora import merged
 from maxtext_lite.parallel.pipeline import Pipeline
-from maxtext_lite.post_training.custom_loss import CustomLoss
 from maxtext_lite.post_training.rollout_steps import ChunkedStep
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.gradients import step_gradients
 from maxtext_lite.training.objective import Predictions
 from maxtext_lite.training.optimizer import learning_rate_schedule

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.post_training.custom_loss import WEIGHT, CustomLoss, custom_loss
 from maxtext_lite.training import train
+from maxtext_lite.training.custom_loss import WEIGHT, CustomLoss, custom_loss
 from tests.conftest import use_one_device
 from tests.run_directories import lines_of
 from tests.training.conftest import TINY

@@ -10,7 +10,7 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.operations.row_losses import make_row_losses
-from maxtext_lite.post_training.custom_loss import CustomLoss
+from maxtext_lite.training.custom_loss import CustomLoss
 from tests.training.conftest import norm
 
 

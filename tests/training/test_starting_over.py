@@ -7,8 +7,8 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.operations.lock import Lease
-from maxtext_lite.post_training.custom_loss import CustomLoss
 from maxtext_lite.training.checkpoint import CheckpointReader
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.loop import RunResult
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.starting_over import check_removable, remove_run
