@@ -215,6 +215,15 @@ def test_a_merge_is_the_weighted_mean_and_transformers_reads_it(hf, imported, tm
         transformers.AutoTokenizer.from_pretrained(out)
 
 
+def test_a_mean_beyond_float16_is_refused(hf, tmp_path):
+    for name, factor, dtype in (("half", 1, np.float16), ("large", 1e9, np.float32)):
+        shutil.copytree(hf, tmp_path / name)
+        own = {each: (x * factor).astype(dtype) for each, x in tensors(hf).items()}
+        safetensors.numpy.save_file(own, tmp_path / name / "model.safetensors")
+    with pytest.raises(UserError, match="no finite mean in float16"):
+        main(["merge", *(str(tmp_path / name) for name in ("out", "half", "large"))])
+
+
 def test_only_models_of_one_shape_are_merged(hf, tmp_path):
     def changed(name, fields, change):
         there = tmp_path / name

@@ -120,5 +120,8 @@ def _mean(name: str, files: Sequence[SafetensorsDir], weights: Sequence[float], 
         total = np.zeros(mean[part].shape)
         for view, weight in zip(views, weights, strict=True):
             total += weight * view[part].astype(np.float64)
-        mean[part] = total / sum(weights)
+        with np.errstate(over="ignore"):
+            mean[part] = total / sum(weights)
+        if not np.isfinite(mean[part]).all():
+            raise UserError(f"{name} has no finite mean in {dtype}. Nearest that works: weight_dtype=float32.")
     return mean.reshape(files[0].tensors[name].shape)

@@ -59,6 +59,10 @@ The keys and values of a layer that has none are None."""
 class OverCache:
     """An `Attend` over a cache, which keeps latent attention's vectors in place of keys and values."""
 
+    def __call__(self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Any, sink_N: Array | None) -> tuple[Array, Any]:
+        """As `Attend`."""
+        raise NotImplementedError
+
 
 def declare(
     module: nnx.Module,
