@@ -3,6 +3,7 @@
 Bugs of every kind are planted by tests/mutants.
 """
 
+import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +27,7 @@ WAYS = {
 TRAIN_ALL, RUN_ON = equivalence._train_all, equivalence._run_on
 
 
-def train_all(path, runs, directory, ended):
+def train_all(devices, path, runs, directory, ended):
     """`equivalence._train_all`; in the second split's run a replica's gradients are taken for those of all."""
     total = gradients.sum_over_replicas
 
@@ -40,7 +41,7 @@ def train_all(path, runs, directory, ended):
         with mock.patch.object(
             gradients, "sum_over_replicas", first_alone if run[0] == "2" else total
         ):
-            TRAIN_ALL(path, [run], directory, ended)
+            TRAIN_ALL(devices, path, [run], directory, ended)
 
 
 def run_on(devices, path, runs, directory):
@@ -50,8 +51,10 @@ def run_on(devices, path, runs, directory):
         return
     names = []
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+            patch.setenv(name, os.environ[name])
         use_one_device(patch)
-        TRAIN_ALL(path, runs, directory, SimpleNamespace(send=names.append))
+        TRAIN_ALL(devices, path, runs, directory, SimpleNamespace(send=names.append))
     yield from names
 
 
