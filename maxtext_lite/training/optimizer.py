@@ -207,8 +207,8 @@ class GradientAccumulation(optax.MultiSteps):
             return updates
         assert expert_counts is not None
         mean = jnp.mean(expert_counts, axis=-1, keepdims=True)
-        load = jnp.where(mean > 0, expert_counts / jnp.where(mean > 0, mean, 1) - 1, 0)
-        steps = load if self._keeps_loads else self._bias_rate * jnp.sign(mean - expert_counts)
+        loads = jnp.where(mean > 0, expert_counts / jnp.where(mean > 0, mean, 1) - 1, 0)
+        steps = loads if self._keeps_loads else self._bias_rate * jnp.sign(mean - expert_counts)
         layer = 0
 
         def update(is_bias: bool, u: Array, p: Array) -> Array:

@@ -12,10 +12,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.hf.directory import run_config_json
-from maxtext_lite.parallel.pipeline import Pipeline
 from maxtext_lite.training.state import decoder_shape
 from tests.source_tree import REPOSITORY
-from tests.training.test_groups import changes
+from tests.training.test_groups import assert_split_changes_nothing, changes, on_splits
 
 # TINY is 4 times as wide as the base, and twice as deep.
 BASE = ("mup_base_emb_dim=4", "mup_base_num_layers=1", "optimizer=adamw")
@@ -74,27 +73,10 @@ def test_hidden_matrices_learn_more_slowly_and_decay_as_before(setup, rows):
         )
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "keys", "mesh"),
-    [
-        (4, (), {}),
-        (1, (), {"fsdp": 2, "tensor": 2}),
-        (2, ("shard_optimizer_over_data=true",), {"data": 4}),
-        (1, (), {"pipeline": Pipeline(2, 2, 1), "fsdp": 2}),
-    ],
-)
+@on_splits
 def test_no_split_changes_the_update(accumulation, keys, mesh, setup, rows):
-    own = (
-        *BASE,
-        *RATE,
-        "adam_eps=1",
-    )  # Adam with a small one makes whole steps of rounding
-    one = setup(*own)
-    want = changes(one, one.batch(rows, 1, 16))
-    it = setup(*own, *keys, **mesh)
-    found = changes(it, it.batch(rows, accumulation, 16 // accumulation))
-    for path, change in want.items():
-        assert_allclose(found[path].reshape(change.shape), change, atol=1e-7)
+    own = (*BASE, *RATE, "adam_eps=1")  # a small one makes whole steps of rounding
+    assert_split_changes_nothing(setup, rows, own, accumulation, keys, mesh)
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 128])

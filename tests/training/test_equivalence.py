@@ -13,7 +13,9 @@ import pytest
 
 from maxtext_lite.analysis import equiv as equivalence
 from maxtext_lite.analysis.equiv import Split, compare_splits
-from maxtext_lite.config import UserError
+from maxtext_lite.analysis.short_runs import SHORT_RUNS
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import gradients
 from tests.conftest import use_one_device
 from tests.run_directories import write_lines
@@ -88,6 +90,22 @@ def _runs(directory, *losses):
         lines = [{"step": at, "loss": loss} for at, loss in enumerate(each, start=1)]
         write_lines(directory / str(name) / "metrics.jsonl", lines)
     return equivalence._verdict("a split", "adamw", directory, "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["mup_base_emb_dim=64", "mup_base_num_layers=2"],
+        ["optimizer_state_dtype=int8", "optimizer=lion"],
+    ],
+)
+def test_what_one_optimizer_has_or_rounds_is_not_in_the_runs_with_sgd(words):
+    config = load_config(None, words)
+    keys = equivalence.shrunk(config) | SHORT_RUNS["sgd"]
+    run = load_config(None, [*words, *equivalence.settings(config, keys)])
+    assert (run.optimizer, run.optimizer_state_dtype) == ("sgd", "float32")
+    assert run.mup_base_emb_dim == run.mup_base_num_layers == 0
+    make_plan(run, num_devices=1, platform="cpu")
 
 
 @pytest.mark.parametrize(
