@@ -140,8 +140,8 @@ def export_directory(
     params = load_parameters(source, abstract, "RUN_DIR", parameters)
     # Before the weights, which take time: what cannot be read is refused.
     on_first_host(out, lambda: carry_tokens(config, source, out))
-    export_model(out, params, fields, dtype=dtype)
-    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {dtype}{why}"
+    written = export_model(out, params, fields, dtype=dtype)
+    return f"{num_elements(written):,} parameters in {out}, as {fields['model_type']} in {dtype}{why}"
 
 
 def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tuple[str, str]:

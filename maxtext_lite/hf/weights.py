@@ -315,8 +315,11 @@ def _filled(
             yield stored, into
 
 
-def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
+def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> Params:
     """Writes a directory with a model's tensors and its config.json, which gets these fields. All hosts call it.
+
+    Returns:
+      The parameters that are written: without layers of multi-token prediction if the family has no place for them.
 
     Raises:
       WriteError: it cannot be written.
@@ -331,6 +334,7 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
     on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
     on_first_host(file, lambda: file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8"))
+    return params
 
 
 def export_parameters(

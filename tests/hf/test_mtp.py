@@ -128,7 +128,9 @@ def test_layers_of_a_checkpoint_have_transformers_logits_and_are_written_back_to
             assert_allclose(part, want, atol=2e-5 * np.abs(want).max(), rtol=0)
 
     fields = json.loads((source / "config.json").read_text())
-    export_model(out, params, fields | {"num_nextn_predict_layers": 9}, dtype="float32")
+    stated = fields | {"num_nextn_predict_layers": 9}
+    written = export_model(out, params, stated, dtype="float32")
+    assert written.keys() == params.keys()
     exported = json.loads((out / "config.json").read_text())
     assert exported["num_nextn_predict_layers"] == LAYERS
     before, after = tensors_of(source), tensors_of(out)
